@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrence for pretrained transformers: documents of any length, in the memory of one window.
+
+The public names are imported when first used, so that `import carryforward` is instant; transformers' Auto classes
+know recurrent models all the same (see `registration`).
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import registration
+
+if TYPE_CHECKING:
+    from .adding import add_recurrence as add_recurrence
+    from .configuration import RecurrenceConfig as RecurrenceConfig
+    from .configuration import RecurrentModelConfig as RecurrentModelConfig
+    from .heads import RecurrentForCausalLM as RecurrentForCausalLM
+    from .heads import RecurrentForMaskedLM as RecurrentForMaskedLM
+    from .heads import RecurrentForSequenceClassification as RecurrentForSequenceClassification
+    from .heads import RecurrentForTokenClassification as RecurrentForTokenClassification
+    from .heads import RecurrentModel as RecurrentModel
+    from .state import State as State
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "add_recurrence": "adding",
+    "RecurrenceConfig": "configuration",
+    "RecurrentModelConfig": "configuration",
+    "RecurrentForCausalLM": "heads",
+    "RecurrentForMaskedLM": "heads",
+    "RecurrentForSequenceClassification": "heads",
+    "RecurrentForTokenClassification": "heads",
+    "RecurrentModel": "heads",
+    "State": "state",
+}
+__all__ = [*_HOME, "windows"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name == "windows":
+        return importlib.import_module(".windows", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+registration.register_when_needed()

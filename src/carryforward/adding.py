@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`add_recurrence`: from a Hugging Face model that is already loaded to a recurrent one."""
+
+import dataclasses
+import logging
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto as auto
+
+from .configuration import RecurrenceConfig, RecurrentModelConfig
+from .heads import (
+    RecurrentForCausalLM,
+    RecurrentForMaskedLM,
+    RecurrentForSequenceClassification,
+    RecurrentForTokenClassification,
+    RecurrentModel,
+)
+from .insertion import architecture_of
+from .modeling import RecurrentPreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+# transformers' own lists of which class has which head, by model type
+_Heads = dict[type[RecurrentPreTrainedModel], Any]
+_CAUSAL_HEADS: _Heads = {
+    RecurrentForCausalLM: auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    RecurrentModel: auto.MODEL_MAPPING_NAMES,
+}
+_ENCODER_HEADS: _Heads = {
+    RecurrentForMaskedLM: auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    RecurrentForTokenClassification: auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    RecurrentForSequenceClassification: auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    RecurrentModel: auto.MODEL_MAPPING_NAMES,
+}
+
+
+def add_recurrence(
+    model: PreTrainedModel,
+    config: RecurrenceConfig | None = None,
+    *,
+    tokenizer: Any = None,
+    **fields: Any,
+) -> RecurrentPreTrainedModel:
+    """Turn a transformer into a recurrent one that reads documents of any length in the memory of one window.
+
+    The model is used as it is, not copied: its weights are shared with the result, and it can still be called alone.
+
+    Args:
+        model: a Hugging Face model with a causal language model's head, a masked language model's, a token or sequence
+            classifier's, or none.
+        config: the recurrence; or give its fields as keywords.
+        tokenizer: for encoders: the special tokens it puts around a text are put around every window.
+        **fields: fields of `RecurrenceConfig`, on top of `config` if both are given.
+
+    Returns:
+        an ordinary `PreTrainedModel` with the same head.
+
+    Example:
+        >>> model = add_recurrence(AutoModelForCausalLM.from_pretrained("gpt2"), window=300)  # doctest: +SKIP
+    """
+    if isinstance(model, RecurrentPreTrainedModel):
+        raise ValueError("model is recurrent already; its base model is model.base.")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
+    architecture = architecture_of(model.config)
+    cls = _head_of(model, architecture.causal)
+    _check_attention(model)
+    if tokenizer is not None:
+        prefix, suffix = ((), ()) if architecture.causal else special_tokens(tokenizer)
+        fields = {"prefix": prefix, "suffix": suffix, **fields}
+    recurrence = RecurrenceConfig(**{**(_fields(config) if config else {}), **fields})
+    if not architecture.causal and tokenizer is None and "prefix" not in fields and not recurrence.prefix:
+        logger.warning(
+            "%s windows get no special tokens. Give add_recurrence(tokenizer=...) to put its own around every window, "
+            "or prefix=() to say that none are wanted.", model.config.model_type,
+        )  # fmt: skip
+    result = cls(RecurrentModelConfig(base_config=model.config, recurrence=recurrence), base=model)
+    result.recurrence.to(device=model.device if model.device.type != "meta" else None, dtype=model.dtype)
+    return result.train(model.training)
+
+
+def special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a tokenizer puts before and behind a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return tuple(whole[:start]), tuple(whole[start + len(bare) :])
+    raise ValueError(
+        f"tokenizer={type(tokenizer).__name__} does not put its special tokens around a text ({bare} becomes {whole}): "
+        "give prefix and suffix instead."
+    )
+
+
+def _head_of(model: PreTrainedModel, causal: bool) -> type[RecurrentPreTrainedModel]:
+    names = {cls.__name__ for cls in type(model).__mro__}
+    heads = _CAUSAL_HEADS if causal else _ENCODER_HEADS
+    supported = {cls: mapping.get(model.config.model_type) for cls, mapping in heads.items()}
+    for cls, name in supported.items():
+        if name in names:
+            return cls
+    raise ValueError(
+        f"Recurrence cannot be added to the head of {type(model).__name__}. "
+        f"Supported for {model.config.model_type!r}: {', '.join(name for name in supported.values() if name)}."
+    )
+
+
+def _check_attention(model: PreTrainedModel) -> None:
+    used = model.config._attn_implementation
+    if used not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attn_implementation={used!r} cannot show the state to every query. "
+            'Call model.set_attn_implementation("sdpa") first ("eager" works too).'
+        )
+
+
+def _fields(config: RecurrenceConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact backpropagation through time with one window's activations in memory (section 3.2 of the paper).
+
+Between windows only the state passes. So a first pass without a graph notes the state that enters each window, and
+the windows are then run again, newest first, each with a graph of its own, handing the gradient of its incoming
+state to the window before. The gradients are those of the whole graph.
+
+Two choices shape the code. Where windows give out nothing but their loss, the gradient to come is known up to a
+factor: the second pass is done at once, inside the forward call, and needs neither the vocabulary projection in the
+first pass nor any first pass of the last window; `backward` then only applies the factor. And parameters are inputs
+of one autograd function, so that their gradients leave it once: accumulating into `.grad` window by window would
+bypass the hooks with which distributed training keeps its ranks equal.
+
+This file knows nothing of models: a `Program` says what a window computes.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Emission = tuple[Tensor, ...]
+
+
+class Program(Protocol):
+    """What is unrolled. `table` holds the state of every row, [B, ...]; a cell reads and replaces some rows of it."""
+
+    cells: Sequence[Any]
+
+    def advance(self, cell: Any, table: Tensor, head: bool) -> tuple[Emission, Tensor]:
+        """Run one cell. Without `head` only the new table is wanted, and the emission may be empty."""
+        ...
+
+
+@dataclass
+class Plan:
+    """One unrolling.
+
+    Attributes:
+        program: what to run.
+        parameters: everything trainable.
+        always: the parameters that receive a gradient of zero, not none, when no window used them (the recurrence
+            module in a batch of one-window documents), so that all ranks of a distributed run agree.
+        loss_only: each cell emits just its summed loss, a scalar, and only their sum is given out.
+        stochastic: random numbers are drawn (dropout), which a second pass must draw again.
+        keep_graph: keep all activations instead of recomputing them.
+    """
+
+    program: Program
+    parameters: list[nn.Parameter]
+    always: set[nn.Parameter]
+    loss_only: bool
+    stochastic: bool
+    keep_graph: bool
+
+
+def unroll(plan: Plan, table: Tensor) -> tuple[list[Emission], Tensor]:
+    """Run all cells in order.
+
+    Returns:
+        what each cell emits (with `loss_only` one emission, the sum), and the table after the last cell.
+    """
+    differentiable = torch.is_grad_enabled() and (bool(plan.parameters) or table.requires_grad)
+    # Hooks on a parameter's gradient would run for every window, and once more on the sum.
+    hooked = any(parameter._backward_hooks for parameter in plan.parameters)
+    if differentiable and plan.program.cells and not plan.keep_graph and not hooked:
+        *flat, table = _Recomputed.apply(plan, table, *plan.parameters)
+        arity = len(flat) if plan.loss_only else len(flat) // len(plan.program.cells)
+        return [tuple(flat[i : i + arity]) for i in range(0, len(flat), arity)], table
+
+    emissions = []
+    for cell in plan.program.cells:
+        emitted, table = plan.program.advance(cell, table, head=True)
+        emissions.append(emitted)
+    if plan.loss_only:
+        emissions = [(sum((nll for (nll,) in emissions), torch.zeros((), device=table.device)),)]
+    if differentiable and plan.always:
+        emissions = [(_Anchor.apply(first, *plan.always), *rest) for first, *rest in emissions]
+    return emissions, table
+
+
+class _Anchor(torch.autograd.Function):
+    """The identity, with a gradient of zero for parameters that did not take part."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return gradient, *map(torch.zeros_like, ctx.saved_tensors)
+
+
+class _Recomputed(torch.autograd.Function):
+    """The unrolling as one differentiable operation on the table and the parameters."""
+
+    @staticmethod
+    def forward(ctx, plan: Plan, table: Tensor, *parameters: Tensor):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*parameters)  # so that changing them before `backward` is an error, as it always is
+        ctx.sweep = sweep = _Sweep(plan, table.device)
+        emissions, table = sweep.first_pass(table.detach())
+        ctx.prepaid = None
+        if plan.loss_only:
+            ctx.prepaid = sweep.second_pass(None, None, prepay=True)
+            return sweep.loss, sweep.table
+        return *(tensor for emitted in emissions for tensor in emitted), table
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients: Tensor | None):
+        parameters = ctx.saved_tensors
+        *emitted, table = gradients
+        total: _Gradients | None = None
+        if ctx.prepaid is not None and emitted[0] is not None:
+            # The prepaid gradients are spent here; a second `backward` through a retained graph computes them anew.
+            total, ctx.prepaid = ctx.prepaid.scale_(emitted[0]), None
+            emitted = [None]
+        if table is not None or any(gradient is not None for gradient in emitted):
+            rest = ctx.sweep.second_pass(emitted, table)
+            total = rest if total is None else total.add_(rest)
+        if total is None:
+            return (None,) * (2 + len(parameters))
+        return None, total.table, *total.filled(ctx.sweep.plan)
+
+
+@dataclass
+class _Gradients:
+    """Gradients of the table that came in and of the parameters; None for what was not used.
+
+    Those of the parameters are buffers of our own (`_sum` copies): what autograd returns may be shared memory.
+    """
+
+    table: Tensor | None
+    parameters: list[Tensor | None]
+
+    def scale_(self, factor: Tensor) -> "_Gradients":
+        for gradient in [self.table, *self.parameters]:
+            if gradient is not None:
+                # in float32, or a bfloat16 factor would itself be off by up to 0.4 %
+                gradient.copy_(gradient.float().mul_(factor.to(gradient.device)))
+        return self
+
+    def add_(self, other: "_Gradients") -> "_Gradients":
+        self.table = _sum(self.table, other.table)
+        self.parameters = [_sum(a, b) for a, b in zip(self.parameters, other.parameters, strict=True)]
+        return self
+
+    def filled(self, plan: Plan) -> list[Tensor | None]:
+        return [
+            torch.zeros_like(parameter) if gradient is None and parameter in plan.always else gradient
+            for parameter, gradient in zip(plan.parameters, self.parameters, strict=True)
+        ]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if b is None:
+        return a
+    return b.clone() if a is None else a.add_(b)
+
+
+class _Sweep:
+    """The two passes over the cells, and what must be remembered between them: states and random numbers."""
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan = plan
+        self.tables: list[Tensor] = []
+        self.generators: list[dict[torch.device, Tensor]] = []
+        self.devices = {device, *(parameter.device for parameter in plan.parameters)} if plan.stochastic else set()
+        self.autocast: dict[str, Any] = {
+            "device_type": device.type,
+            "enabled": torch.is_autocast_enabled(device.type),
+            "dtype": torch.get_autocast_dtype(device.type),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        self.loss = torch.zeros((), device=device)
+        self.table = torch.empty(0)
+
+    def first_pass(self, table: Tensor) -> tuple[list[Emission], Tensor]:
+        """Without a graph: note the table before each cell. The last cell is not run if only the loss is wanted."""
+        emissions = []
+        for i, cell in enumerate(self.plan.program.cells):
+            self.tables.append(table)
+            self.generators.append(_random_states(self.devices))
+            if self.plan.loss_only and i == len(self.plan.program.cells) - 1:
+                break
+            emitted, table = self.plan.program.advance(cell, table, head=not self.plan.loss_only)
+            emissions.append(emitted)
+        torch.clear_autocast_cache()  # weights cast without a graph would be reused in the second pass, and stay so
+        return emissions, table
+
+    def second_pass(
+        self, emitted: Sequence[Tensor | None] | None, table: Tensor | None, prepay: bool = False
+    ) -> _Gradients:
+        """Newest cell first: run it with a graph and pull the gradients through it.
+
+        Args:
+            emitted: gradients of what the cells emitted (with `loss_only` one for all of them).
+            table: gradient of the table after the last cell.
+            prepay: the call comes from the forward pass: the loss is not known yet, its gradient is taken to be 1.
+        """
+        gradients = _Gradients(table, [None] * len(self.plan.parameters))
+        after = _random_states(self.devices)
+        with torch.enable_grad(), contextlib.nullcontext() if prepay else torch.autocast(**self.autocast):
+            for i in reversed(range(len(self.plan.program.cells))):
+                _set_random_states(self.generators[i])
+                incoming = self.tables[i].detach().requires_grad_()
+                outputs, outgoing = self.plan.program.advance(self.plan.program.cells[i], incoming, head=True)
+                if prepay:
+                    self.loss = self.loss + outputs[0].detach()
+                    if i == len(self.tables) - 1:
+                        self.table, after = outgoing.detach(), _random_states(self.devices)
+                self._pull(gradients, incoming, outputs, outgoing, self._seeds(emitted, i, len(outputs)))
+        _set_random_states(after)
+        return gradients
+
+    def _seeds(self, emitted: Sequence[Tensor | None] | None, i: int, arity: int) -> Sequence[Tensor | None]:
+        if emitted is None:
+            return [torch.ones((), device=self.loss.device)]
+        return emitted if self.plan.loss_only else emitted[i * arity : (i + 1) * arity]
+
+    def _pull(
+        self,
+        gradients: _Gradients,
+        incoming: Tensor,
+        outputs: Emission,
+        outgoing: Tensor,
+        seeds: Sequence[Tensor | None],
+    ) -> None:
+        pairs = [*zip(outputs, seeds, strict=True), (outgoing, gradients.table)]
+        pairs = [(output, seed) for output, seed in pairs if seed is not None and output.requires_grad]
+        gradients.table = None
+        if not pairs:
+            return
+        table, *found = torch.autograd.grad(
+            [output for output, _ in pairs],
+            [incoming, *self.plan.parameters],
+            [seed for _, seed in pairs],
+            allow_unused=True,
+        )
+        gradients.table = table
+        gradients.parameters = [_sum(a, b) for a, b in zip(gradients.parameters, found, strict=True)]
+
+
+def _random_states(devices: set[torch.device]) -> dict[torch.device, Tensor]:
+    """The state of every generator a window may draw from; the CPU's always, as some models draw there."""
+    if not devices:
+        return {}
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    for device in devices:
+        if device.type != "cpu":
+            states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: dict[torch.device, Tensor]) -> None:
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)

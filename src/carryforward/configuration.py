@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recurrent model is made of: `RecurrenceConfig` (the method) and `RecurrentModelConfig` (method + base model).
+
+`RecurrenceConfig` is the paper's section 3.1 with the alternatives its authors tried, one field each; the defaults
+are the paper's. `RecurrentModelConfig` is what `save_pretrained` writes: it holds the base model's own config, so
+that `AutoModel...from_pretrained` finds everything in one file.
+"""
+
+import dataclasses
+import difflib
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from . import windows
+from .insertion import Architecture, architecture_of
+
+logger = logging.getLogger(__name__)
+
+Pooling = Literal["mean", "max", "attention"]
+PooledLayers = Literal["all", "last"]
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig:
+    """The recurrence that is added to a base model. The defaults are the paper's language models.
+
+    Attributes:
+        window: tokens read at once, T; for an encoder its special tokens count too.
+        overlap: document tokens that consecutive windows share, in training and unless a call says otherwise.
+        pooling: how the positions of a window become a vector: "mean" (equation 1), "max", or "attention" with
+            learned fixed keys.
+        pooled_layers: "all" layers' outputs, mixed with learned softmax weights (equation 1), or the "last" one's.
+        slots: vectors carried. "mean" and "max" pool as many equal stretches; "attention" has as many keys.
+        hidden_sizes: hidden layers of the feed-forward network.
+        insert_at: the layer the state enters (ℓ_ins, counted from 1), a list of layers, or "all".
+        state_per_layer: with several insertion layers, whether each has a feed-forward network and so a state of its
+            own, rather than one state shared by all.
+        prefix, suffix: special tokens around every window of an encoder; `add_recurrence(tokenizer=...)` finds them.
+        bptt_windows: detach the state after every so many windows from the document's start; None never does. With 1
+            every state is detached, and the recurrence module is not trained at all.
+        keep_graph: keep every window's activations for the backward pass instead of recomputing them: faster, and
+            memory grows with the number of windows.
+        init_std: standard deviation of the last linear layer's weights (and of attention pooling's keys) at the start.
+    """
+
+    window: int = 300
+    overlap: int = 0
+    pooling: Pooling = "mean"
+    pooled_layers: PooledLayers = "all"
+    slots: int = 1
+    hidden_sizes: tuple[int, ...] = (200, 200, 200)
+    insert_at: int | tuple[int, ...] | Literal["all"] = 2
+    state_per_layer: bool = False
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    bptt_windows: int | None = None
+    keep_graph: bool = False
+    init_std: float = 0.02
+
+    def __new__(cls, *args: Any, **fields: Any) -> "RecurrenceConfig":
+        # A dataclass would answer a misspelt field with a TypeError that does not say what exists.
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"RecurrenceConfig has no field {name!r}.{hint} Its fields are: {', '.join(known)}.")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_sizes", "prefix", "suffix"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.insert_at, list):
+            object.__setattr__(self, "insert_at", tuple(self.insert_at))
+        for name in ("window", "slots"):
+            _require(self, name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "an integer of at least 1")
+        _require(self, "overlap", _is_int(self.overlap), "an integer of at least 0")
+        for name, choices in (("pooling", get_args(Pooling)), ("pooled_layers", get_args(PooledLayers))):
+            _require(self, name, getattr(self, name) in choices, "one of " + ", ".join(map(repr, choices)))
+        _require(self, "hidden_sizes", all(_is_int(n) and n >= 1 for n in self.hidden_sizes), "positive integers")
+        for name in ("prefix", "suffix"):
+            _require(self, name, all(_is_int(n) and n >= 0 for n in getattr(self, name)), "token ids")
+        layers: tuple[Any, ...] = self.insert_at if isinstance(self.insert_at, tuple) else (self.insert_at,)
+        valid = self.insert_at == "all" or (
+            bool(layers) and len(set(layers)) == len(layers) and all(_is_int(n) and n >= 1 for n in layers)
+        )
+        _require(self, "insert_at", valid, 'a layer number from 1, a list of different ones, or "all"')
+        depth = self.bptt_windows
+        _require(self, "bptt_windows", depth is None or (_is_int(depth) and depth >= 1), "None or at least 1")
+        _require(self, "init_std", self.init_std >= 0, "0 or more")
+        room = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
+        _require(self, "slots", self.slots <= room, f"at most {room}, the document tokens of a window")
+
+    def insertion_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers the state enters, counted from 1, in order."""
+        if self.insert_at == "all":
+            return tuple(range(1, num_layers + 1))
+        layers: Any = (self.insert_at,) if isinstance(self.insert_at, int) else self.insert_at
+        return tuple(sorted(layers))
+
+
+class RecurrentModelConfig(PreTrainedConfig):
+    """The composite config of a recurrent model: its base model's config and its recurrence."""
+
+    model_type = "carryforward"
+    sub_configs = {"base_config": AutoConfig}
+    # What `Trainer` must not gather over an evaluation: these do not have one row per token.
+    keys_to_ignore_at_inference = ["state", "nll_sum", "n_scored", "emitted"]
+
+    base_config: PreTrainedConfig = None  # type: ignore[assignment]  # read from a file, these two are dicts at first
+    recurrence: RecurrenceConfig = None  # type: ignore[assignment]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.base_config, dict):
+            self.base_config = AutoConfig.for_model(**self.base_config)
+        if isinstance(self.recurrence, dict):
+            self.recurrence = RecurrenceConfig(**self.recurrence)
+        if self.base_config is not None:  # transformers makes an empty one to compare defaults with
+            self.recurrence = self.recurrence or RecurrenceConfig()
+            for name in ("id2label", "label2id", "problem_type"):
+                if getattr(self, name) is None:
+                    setattr(self, name, getattr(self.base_config, name))
+            for name in ("attn_implementation", "experts_implementation"):  # would be reset in the base config too
+                kwargs.setdefault(name, getattr(self.base_config, f"_{name}"))
+            _check_fit(self.recurrence, self.base_config, self.architecture)
+        super().__post_init__(**kwargs)
+
+    @property
+    def architecture(self) -> Architecture:
+        """What `insertion` knows of the base model's inside."""
+        return architecture_of(self.base_config)
+
+    @property
+    def insertion_layers(self) -> tuple[int, ...]:
+        """The layers the state enters, counted from 1."""
+        return self.recurrence.insertion_layers(self.base_config.num_hidden_layers)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of one row's carried vectors: states (1, or one per insertion layer), slots, hidden size."""
+        groups = len(self.insertion_layers) if self.recurrence.state_per_layer else 1
+        return groups, self.recurrence.slots, self.base_config.hidden_size
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
+        return self.base_config if self.base_config is not None else self
+
+    def to_dict(self) -> dict[str, Any]:
+        output = super().to_dict()
+        if isinstance(self.recurrence, RecurrenceConfig):
+            output["recurrence"] = dataclasses.asdict(self.recurrence)
+        return output
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(config: RecurrenceConfig, name: str, valid: bool, accepted: str) -> None:
+    if not valid:
+        raise ValueError(f"RecurrenceConfig: {name}={getattr(config, name)!r} must be {accepted}.")
+
+
+def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architecture: Architecture) -> None:
+    """Refuse a recurrence that the base model cannot carry out."""
+    depth = base.num_hidden_layers
+    missing = [layer for layer in recurrence.insertion_layers(depth) if layer > depth]
+    if missing:
+        raise ValueError(
+            f"insert_at={recurrence.insert_at!r}: {base.model_type} has {depth} layers, counted from 1, so layer "
+            f"{missing[0]} does not exist. Use a number from 1 to {depth}, a list of them, or 'all'."
+        )
+    if architecture.causal and (recurrence.prefix or recurrence.suffix):
+        raise ValueError(f"prefix and suffix are for encoders; {base.model_type} is causal. Leave them empty.")
+    positions = architecture.positions(base)
+    if recurrence.window > positions:
+        if architecture.rotary:
+            logger.warning(
+                "window=%d is larger than the %d positions %s was trained on; rotary positions reach further, but the "
+                "model has not seen them.", recurrence.window, positions, base.model_type,
+            )  # fmt: skip
+        else:
+            raise ValueError(
+                f"window={recurrence.window} is larger than the {positions} learned positions that {base.model_type} "
+                f"can use. Use window={positions} or less; the state carries what lies further back."
+            )

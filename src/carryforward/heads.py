@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recurrent models, one class per head, all ordinary `PreTrainedModel`s.
+
+Each says what a window gives out and how that becomes the call's output: logits or hidden states for every token, a
+loss computed inside the window, or one vector per window for a classifier of whole documents.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+from transformers.utils import can_return_tuple
+
+from . import bptt, checks
+from .modeling import RecurrentOutput, RecurrentPreTrainedModel
+from .reading import IGNORE, Cell, Reading
+from .state import State
+
+
+class _TokenModel(RecurrentPreTrainedModel):
+    """Models that give something for every token. A subclass says what the base model gives from a position on."""
+
+    def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
+        raise NotImplementedError
+
+    def _run(
+        self,
+        reading: Reading,
+        labels: Tensor | None,
+        columns: Tensor | None,
+        width: int,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> tuple[RecurrentOutput, Tensor | None]:
+        """Read the documents; give back loss and state, and the outputs, [B, width, ...], if they are wanted.
+
+        Args:
+            columns, width: where outputs go, as `Reading.place` takes it.
+        """
+        place = reading.place(columns) if reading.outputs else None
+
+        def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
+            start = min(reading.span(window)[0] for window in cell.windows)
+            rows = positions = torch.empty(0, dtype=torch.long)
+            if place is not None:
+                rows, positions, _ = reading.kept(cell, place, width)
+            if labels is None:  # then only what is given out counts, and at least one position for its shape
+                start = int(positions.min()) if len(positions) else cell.width - 1
+            scores = self._outputs(inputs, start, cell.width)
+            emitted = []
+            if labels is not None:
+                targets = reading.targets(cell)[:, start:].to(scores.device)
+                emitted.append(
+                    F.cross_entropy(
+                        scores.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+                    )
+                )
+            if place is not None:
+                emitted.append(scores[rows.to(scores.device), positions.to(scores.device) - start])
+            return tuple(emitted)
+
+        emissions, carried = self._unroll(reading, emit, loss_only=place is None)
+        output = RecurrentOutput(state=reading.state(carried))
+        if not reading.causal:
+            output.emitted = torch.tensor(reading.emitted())
+        if labels is not None:
+            output.nll_sum = sum((emitted[0] for emitted in emissions), torch.zeros((), device=carried.device))
+            output.n_scored = reading.count_scored()
+            items = output.n_scored.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            output.loss = output.nll_sum / items
+        if place is None or not emissions:
+            return output, None
+        where = torch.cat([reading.kept(cell, place, width)[2] for cell in reading.cells])
+        values = torch.cat([emitted[-1] for emitted in emissions])
+        batch = len(reading.read)
+        empty = values.new_zeros(batch * width, *values.shape[1:])
+        return output, empty.index_copy(0, where.to(values.device), values).unflatten(0, (batch, width))
+
+
+class RecurrentForCausalLM(_TokenModel):
+    """A causal language model that reads documents of any length, window by window, carrying a state."""
+
+    auto_class = AutoModelForCausalLM
+
+    def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
+        return self.base(**inputs, logits_to_keep=width - start).logits
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        state: State | None = None,
+        *,
+        overlap: int | None = None,
+        use_state: bool = True,
+        logits_to_keep: int | Tensor = 0,
+        return_logits: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> RecurrentOutput:
+        """Read documents, or the next piece of them.
+
+        Args:
+            input_ids: the documents' tokens, [B, N], of any length.
+            attention_mask: 0 where a row is padded, left or right.
+            labels: as in Hugging Face: shifted inside, -100 is not scored; usually `input_ids` itself.
+            state: an earlier call's `state`, to go on from there; the first new token is then scored too.
+            overlap: read at another overlap than the model was made for.
+            use_state: False removes the state: every window stands alone, as with the base model.
+            logits_to_keep: compute logits for the last so many columns only, or for the columns listed; 0 is all.
+            return_logits: give logits beside the loss; without labels they are always given.
+            num_items_in_batch: divide the loss by this instead of the number of scored targets.
+        """
+        outputs = labels is None if return_logits is None else return_logits
+        reading = self._plan(
+            input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=False
+        )
+        columns, width, order = _columns_to_keep(logits_to_keep, input_ids.shape[1])
+        output, logits = self._run(reading, labels, columns, width, num_items_in_batch)
+        output.logits = logits if logits is None or order is None else logits[:, order.to(logits.device)]
+        return output
+
+
+class RecurrentModel(_TokenModel):
+    """A model without a head: the hidden states of whole documents."""
+
+    auto_class = AutoModel
+
+    def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
+        return self.base(**inputs).last_hidden_state[:, start:]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        state: State | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        overlap: int | None = None,
+        use_state: bool = True,
+        final: bool = True,
+    ) -> RecurrentOutput:
+        """Read documents, or the next piece of them.
+
+        Args:
+            input_ids: the documents' own tokens, [B, N]; an encoder's special tokens are added to every window.
+            attention_mask: 0 where a row is padded, left or right.
+            state: an earlier call's `state`, to go on from there.
+            token_type_ids: accepted for convenience; must be all zero.
+            overlap: read at another overlap than the model was made for.
+            use_state: False removes the state: every window stands alone, as with the base model.
+            final: the documents end here. Give False for every piece but the last when an encoder reads in pieces:
+                it gives out a window once it is complete, so outputs then start where `emitted` says.
+        """
+        checks.token_types(token_type_ids)
+        reading = self._plan(
+            input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
+        )
+        output, hidden = self._run(reading, None, *_columns(reading, state))
+        output.last_hidden_state = hidden
+        return output
+
+
+class _LabelledEncoder(_TokenModel):
+    """Encoders with logits and labels for every token."""
+
+    def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
+        return self.base(**inputs).logits[:, start:]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        state: State | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        overlap: int | None = None,
+        use_state: bool = True,
+        final: bool = True,
+        return_logits: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> RecurrentOutput:
+        """Read documents, or the next piece of them.
+
+        Args:
+            input_ids: the documents' own tokens, [B, N]; special tokens are added to every window.
+            attention_mask: 0 where a row is padded, left or right.
+            labels: one for every token, [B, N]; -100 is not scored.
+            state: an earlier call's `state`, to go on from there.
+            token_type_ids: accepted for convenience; must be all zero.
+            overlap: read at another overlap than the model was made for.
+            use_state: False removes the state: every window stands alone, as with the base model.
+            final: the documents end here. Give False for every piece but the last when reading in pieces: a window is
+                given out and scored once it is complete, so outputs then start where `emitted` says.
+            return_logits: give logits beside the loss; without labels they are always given.
+            num_items_in_batch: divide the loss by this instead of the number of scored targets.
+        """
+        checks.token_types(token_type_ids)
+        outputs = labels is None if return_logits is None else return_logits
+        reading = self._plan(
+            input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=final
+        )
+        output, logits = self._run(reading, labels, *_columns(reading, state), num_items_in_batch)
+        output.logits = logits
+        return output
+
+
+class RecurrentForMaskedLM(_LabelledEncoder):
+    """A masked language model that reads documents of any length."""
+
+    auto_class = AutoModelForMaskedLM
+
+
+class RecurrentForTokenClassification(_LabelledEncoder):
+    """A token classifier that reads documents of any length."""
+
+    auto_class = AutoModelForTokenClassification
+    _head_is_deterministic = False
+
+    @property
+    def _num_classes(self) -> int:
+        return len(self.config.id2label)  # type: ignore[arg-type]
+
+
+class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
+    """A classifier of whole documents: the first token's final state, max-pooled over windows (section 5.4)."""
+
+    auto_class = AutoModelForSequenceClassification
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        state: State | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        overlap: int | None = None,
+        use_state: bool = True,
+        final: bool = True,
+    ) -> RecurrentOutput:
+        """Read documents, or the next piece of them.
+
+        Args:
+            input_ids: the documents' own tokens, [B, N]; special tokens are added to every window.
+            attention_mask: 0 where a row is padded, left or right.
+            labels: one per document; as for the base model, the loss follows `config.problem_type`.
+            state: an earlier call's `state`, to go on from there.
+            token_type_ids: accepted for convenience; must be all zero.
+            overlap: read at another overlap than the model was made for.
+            use_state: False removes the state: every window stands alone.
+            final: the documents end here. With False nothing is classified yet, and labels are not used.
+        """
+        checks.token_types(token_type_ids)
+        reading = self._plan(
+            input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
+        )
+
+        def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
+            return (self._body(**inputs).last_hidden_state[:, 0],)
+
+        emissions, carried = self._unroll(reading, emit)
+        batch = len(reading.read)
+        parts = [] if reading.before.summary is None else [reading.before.summary.to(carried.device)]
+        for cell, (first,) in zip(reading.cells, emissions, strict=True):
+            lowest = first.new_full((batch, first.shape[1]), -torch.inf)
+            parts.append(lowest.index_copy(0, reading.index(cell.rows).to(first.device), first))
+        summary = torch.stack(parts).amax(dim=0) if parts else None  # [B, k]
+        output = RecurrentOutput(state=reading.state(carried, summary), emitted=torch.tensor(reading.emitted()))
+        if final:
+            assert summary is not None, "documents that end have had a window"
+            output.logits = self.config.architecture.classify(self.base, summary)  # type: ignore[misc]
+            if labels is not None:
+                output.loss = ForSequenceClassificationLoss(labels, output.logits, self.config)
+        return output
+
+
+def _columns_to_keep(logits_to_keep: int | Tensor, width: int) -> tuple[Tensor, int, Tensor | None]:
+    """For each input column its output column or -1; the number of output columns; and how to order them at last."""
+    if isinstance(logits_to_keep, Tensor):
+        listed, order = logits_to_keep.cpu().unique(return_inverse=True)
+        columns = torch.full((width,), -1)
+        columns[listed] = torch.arange(len(listed))
+        return columns, len(listed), order
+    kept = min(logits_to_keep, width) or width
+    return torch.arange(width).sub(width - kept).clamp(min=-1), kept, None
+
+
+def _columns(reading: Reading, state: State | None) -> tuple[Tensor | None, int]:
+    """Outputs have the layout of the input, unless an encoder reads in pieces: then they stand one behind the other."""
+    whole = reading.causal or (state is None and reading.final)
+    width = reading.source.shape[1]
+    if whole:
+        return torch.arange(width), width
+    return None, max(end - begin for begin, end in reading.emitted())

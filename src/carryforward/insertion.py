@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the state enters a base model and how its layers' outputs are read: the only file that knows a model's inside.
+
+The state becomes one more key and value of a layer's self-attention (figure 2 of the paper) without a line of model
+code: a hook puts the state, passed through the layer's own norm, in front of the attention module's input, and a
+second one takes its positions off the output. The module's own projections make its keys and values; its queries
+give results nobody reads. That costs a slot the attention's projections, and no feed-forward network.
+
+What belongs to one call travels with the call, as the keyword `carry`, which transformers hands down to every layer:
+under gradient checkpointing a layer runs again during the backward pass and must meet its own window's state. The
+hooks themselves hold no reference to any model, so copies and pickles of a model are independent of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Where things are in one family of base models.
+
+    Attributes:
+        causal: a token sees only what is before it.
+        layers: path from the model without its head to the list of layers.
+        norm: the layer's norm in front of attention; None where the norm comes after it.
+        attention: path from a layer to the module that makes keys and values.
+        rotary: positions are rotations of queries and keys, not learned vectors.
+        offset_positions: learned positions start after the padding id, so that fewer can be used.
+        classify: the classification head applied to first-token vectors [B, k]; None where there is no such head.
+    """
+
+    causal: bool
+    layers: str
+    norm: str | None
+    attention: str
+    rotary: bool = False
+    offset_positions: bool = False
+    classify: Callable[[Any, Tensor], Tensor] | None = None
+
+    def positions(self, config: Any) -> int:
+        """How many positions the base model can use, or was trained on where they are rotary."""
+        skipped = config.pad_token_id + 1 if self.offset_positions else 0
+        return config.max_position_embeddings - skipped
+
+    def layer_list(self, body: nn.Module) -> nn.ModuleList:
+        return body.get_submodule(self.layers)  # type: ignore[return-value]
+
+
+def _first_token_head(model: Any, first: Tensor) -> Tensor:
+    return model.classifier(first[:, None])  # the head itself picks position 0
+
+
+def _bert_head(model: Any, first: Tensor) -> Tensor:
+    return model.classifier(model.dropout(model.bert.pooler(first[:, None])))
+
+
+def _distilbert_head(model: Any, first: Tensor) -> Tensor:
+    return model.classifier(model.dropout(torch.relu(model.pre_classifier(first))))
+
+
+def _modernbert_head(model: Any, first: Tensor) -> Tensor:
+    return model.classifier(model.drop(model.head(first)))
+
+
+_llama = Architecture(True, "layers", "input_layernorm", "self_attn", rotary=True)
+_bert = Architecture(False, "encoder.layer", None, "attention.self", classify=_bert_head)
+_roberta = Architecture(
+    False, "encoder.layer", None, "attention.self", offset_positions=True, classify=_first_token_head
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "gpt2": Architecture(True, "h", "ln_1", "attn"),
+    "gpt_neox": Architecture(True, "layers", "input_layernorm", "attention", rotary=True),
+    "opt": Architecture(True, "decoder.layers", "self_attn_layer_norm", "self_attn"),
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "gemma3_text": _llama,
+    "phi": _llama,
+    "bert": _bert,
+    "roberta": _roberta,
+    "xlm-roberta": _roberta,
+    "camembert": _roberta,
+    "electra": Architecture(False, "encoder.layer", None, "attention.self", classify=_first_token_head),
+    "distilbert": Architecture(False, "transformer.layer", None, "attention", classify=_distilbert_head),
+    "modernbert": Architecture(False, "layers", "attn_norm", "attn", rotary=True, classify=_modernbert_head),
+}
+
+# Settings under which a supported type computes something else than this file assumes.
+_REFUSED_SETTINGS: dict[str, tuple[Any, str]] = {
+    "is_decoder": (False, "it turns an encoder into a decoder"),
+    "add_cross_attention": (False, "the state would enter cross-attention"),
+    "is_encoder_decoder": (False, "only decoders and encoders are supported"),
+    "layerdrop": (0.0, "a dropped layer would neither receive the state nor be pooled; set it to 0.0"),
+    "use_bidirectional_attention": (False, "a causal model is expected"),
+    "classifier_pooling": ("cls", "windows are joined by their first token; set it to 'cls'"),
+}
+
+
+def architecture_of(config: Any) -> Architecture:
+    """What is known of a base model, or a refusal that names the model and what is supported."""
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"Recurrence cannot be added to a model of type {config.model_type!r}. "
+            f"Supported types: {', '.join(ARCHITECTURES)}."
+        )
+    architecture = ARCHITECTURES[config.model_type]
+    for name, (expected, reason) in _REFUSED_SETTINGS.items():
+        value = getattr(config, name, None)
+        if value not in (None, expected):
+            raise ValueError(f"Recurrence cannot be added to {config.model_type!r} with {name}={value!r}: {reason}.")
+    return architecture
+
+
+@dataclass
+class Carry:
+    """What one call of the base model takes in and gives out beside its own arguments.
+
+    Attributes:
+        slots: for each layer the state enters (counted from 1), the vectors it receives, [B, S, k].
+        outputs: filled by the call: each layer's output [B, T, k].
+    """
+
+    slots: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] | None = field(default_factory=dict)
+
+    def take_outputs(self) -> list[Tensor]:
+        """The outputs of layers 1 to L, once; layers that are run again for the backward pass find no room to write."""
+        assert self.outputs is not None, "outputs were taken before"
+        outputs, self.outputs = self.outputs, None
+        return [outputs[layer] for layer in sorted(outputs)]
+
+
+def install(body: nn.Module, architecture: Architecture) -> None:
+    """Hook a model without its head. Calls without `carry` behave as before."""
+    for number, layer in enumerate(architecture.layer_list(body), start=1):
+        # Partials of plain functions survive deepcopy and pickle; closures over a module would not.
+        norm = architecture.norm if getattr(layer, "do_layer_norm_before", True) else None  # OPT-350m: behind it
+        layer.register_forward_pre_hook(partial(_enter, number, norm), with_kwargs=True)
+        layer.register_forward_hook(partial(_collect, number), with_kwargs=True)
+        attention = layer.get_submodule(architecture.attention)
+        attention.register_forward_pre_hook(_prepend, with_kwargs=True)
+        attention.register_forward_hook(_drop, with_kwargs=True)
+
+
+def _enter(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Hand a layer's slots, through its own norm, on to its attention."""
+    carry = kwargs.get("carry")
+    if carry is None or number not in carry.slots:
+        return None
+    slots = carry.slots[number]
+    weight = next(layer.parameters())
+    if weight.device.type != "meta":  # offloaded weights come to the input, others are met where they are
+        slots = slots.to(weight.device)
+    if norm is not None:
+        slots = layer.get_submodule(norm)(slots)
+    return args, {**kwargs, "slots": slots}
+
+
+def _collect(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
+    """Note a layer's output."""
+    carry = kwargs.get("carry")
+    if carry is not None and carry.outputs is not None:
+        carry.outputs[number] = output
+
+
+def _prepend(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Put the slots in front of an attention module's input."""
+    slots = kwargs.get("slots")
+    if slots is None:
+        return None
+    count = slots.shape[1]
+    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden = torch.cat([slots.to(hidden.device, hidden.dtype), hidden], dim=1)
+    grown: dict[str, Any] = {"attention_mask": _grow_mask(kwargs.get("attention_mask"), count)}
+    if kwargs.get("position_embeddings") is not None:
+        grown["position_embeddings"] = tuple(_grow_rotation(x, count) for x in kwargs["position_embeddings"])
+    if args:
+        return (hidden, *args[1:]), {**kwargs, **grown}
+    return args, {**kwargs, **grown, "hidden_states": hidden}
+
+
+def _drop(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> Any:
+    """Take the slots' positions off an attention module's output: they are keys and values, never queries."""
+    slots = kwargs.get("slots")
+    return None if slots is None else (output[0][:, slots.shape[1] :], *output[1:])
+
+
+def _grow_mask(mask: Tensor | None, count: int) -> Tensor | None:
+    """Let every query see the slots. No mask stays none: in front of a causal window the slots are seen anyway."""
+    if mask is None:
+        return None
+    assert mask.ndim == 4, f"a mask [B, heads, queries, keys] was expected, got {tuple(mask.shape)}"
+    rows = count if mask.shape[2] > 1 else 0  # one row may stand for all queries
+    return pad(mask, (count, 0, rows, 0), value=True if mask.dtype == torch.bool else 0.0)
+
+
+def _grow_rotation(rotation: Tensor, count: int) -> Tensor:
+    """Rotate the slots as a window's first position is: not at all (but scaled as the others are)."""
+    return torch.cat([rotation[:, :1].expand(-1, count, -1), rotation], dim=1)

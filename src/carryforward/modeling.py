@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all recurrent models share: a base model, the recurrence, and the loop that reads documents window by window.
+
+Cutting documents into windows is `reading`'s, inserting the state `insertion`'s, gradients through time are `bptt`'s;
+here they meet. What a window gives out depends on the head and is said in `heads`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from . import bptt, checkpoints, checks, insertion
+from .configuration import RecurrentModelConfig
+from .reading import Cell, Reading
+from .recurrence import Recurrence
+from .state import State
+
+
+@dataclass
+class RecurrentOutput(ModelOutput):
+    """What a recurrent model gives back.
+
+    Attributes:
+        loss: mean negative log-likelihood of the scored targets (or their sum over `num_items_in_batch`).
+        logits: as in Hugging Face, in the layout of the input; None when labels were given, unless asked for.
+        last_hidden_state: of a model without a head: one vector per token, in the layout of the input.
+        nll_sum, n_scored: the sum behind the loss, in nats, and the number of its targets. Both add up over pieces.
+        emitted: for encoders, the document tokens [from, to) that each row's outputs stand for, [B, 2].
+        state: where the documents stand, to go on with in the next call.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    nll_sum: Tensor | None = None
+    n_scored: Tensor | None = None
+    emitted: Tensor | None = None
+    state: State | None = None
+
+
+# Runs the base model on a cell's inputs and gives what the cell emits.
+Emit = Callable[[Cell, dict[str, Any]], bptt.Emission]
+
+
+class _Program(bptt.Program):
+    """One call's windows, for `bptt.unroll`."""
+
+    def __init__(self, model: "RecurrentPreTrainedModel", reading: Reading, emit: Emit):
+        self.model = model
+        self.reading = reading
+        self.emit = emit
+        self.cells = reading.cells
+
+    def advance(self, cell: Cell, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
+        reading, model = self.reading, self.model
+        everyone = cell.rows == list(range(len(table)))
+        carry = insertion.Carry()
+        if cell.has_state:
+            carried = table if everyone else table.index_select(0, reading.index(cell.rows))
+            if any(cell.cut):
+                carried = torch.where(reading.index(cell.cut)[:, None, None, None], carried.detach(), carried)
+            carry.slots = model._slots(carried)
+        ids, mask = reading.inputs(cell)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "carry": carry}
+        if reading.causal:
+            inputs["use_cache"] = False
+        emitted: bptt.Emission = ()
+        if head or not model._head_is_deterministic:  # a head that draws random numbers must draw them in both passes
+            emitted = self.emit(cell, inputs)
+        else:
+            model._body(**inputs)
+        if not any(cell.finished) or not reading.use_state:
+            return emitted, table
+        new = model.recurrence(carry.take_outputs(), *reading.pooled())
+        if everyone and all(cell.finished):
+            return emitted, new
+        done = [i for i, finished in enumerate(cell.finished) if finished]
+        rows = reading.index([cell.rows[i] for i in done])
+        return emitted, table.index_copy(0, rows, new.index_select(0, reading.index(done)))
+
+
+class RecurrentPreTrainedModel(PreTrainedModel):
+    """A base model (`base`) with a recurrence module (`recurrence`), and the reading of documents."""
+
+    config_class = RecurrentModelConfig
+    config: RecurrentModelConfig
+    base: PreTrainedModel
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # `num_items_in_batch` is honoured
+    auto_class: ClassVar[Any] = AutoModel
+    _supports_sdpa = True
+    _no_split_modules = ["Recurrence"]
+    _head_is_deterministic: ClassVar[bool] = True
+
+    def __init__(self, config: RecurrentModelConfig, base: PreTrainedModel | None = None):
+        """
+        Args:
+            base: a loaded model to build on; without it one is made from the config, as `from_pretrained` needs.
+        """
+        super().__init__(config)
+        self.base = type(self).auto_class.from_config(config.base_config) if base is None else base
+        if base is not None:
+            for module in base.modules():  # `post_init` must not initialise what the user brings
+                module._is_hf_initialized = True  # type: ignore[assignment]
+        self.recurrence = Recurrence(config.recurrence, config.base_config.num_hidden_layers, config.state_shape[-1])
+        insertion.install(self._body, config.architecture)
+        self.post_init()
+
+    @property
+    def _body(self) -> PreTrainedModel:
+        """The base model without its head."""
+        return self.base.base_model  # type: ignore[return-value]
+
+    def _slots(self, carried: Tensor) -> dict[int, Tensor]:
+        """Which vectors enter which layer: one state for all of them, or one each."""
+        layers = self.config.insertion_layers
+        return {layer: carried[:, i if carried.shape[1] > 1 else 0] for i, layer in enumerate(layers)}
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        state: State | None,
+        *,
+        overlap: int | None,
+        use_state: bool,
+        outputs: bool,
+        final: bool,
+    ) -> Reading:
+        """Check a call's arguments and cut its documents into windows."""
+        recurrence = self.config.recurrence
+        overlap = recurrence.overlap if overlap is None else overlap
+        checks.overlap(self.config, overlap)
+        if input_ids is None and state is not None:  # no new tokens: that the documents end is all the news
+            input_ids = state.tokens[:, :0]
+        input_ids = checks.batch(input_ids)
+        signature = f"{self._signature}, overlap {overlap}"
+        state = self._fresh_state(len(input_ids), signature) if state is None else state
+        checks.state(state, len(input_ids), signature)
+        checks.tokens(input_ids, attention_mask, self._vocabulary, state, final)
+        checks.labels(labels, input_ids, self._num_classes)
+        return Reading(
+            self.config, input_ids, attention_mask, labels, state,
+            overlap=overlap, outputs=outputs, final=final, use_state=use_state, bptt_windows=recurrence.bptt_windows,
+        )  # fmt: skip
+
+    def _unroll(self, reading: Reading, emit: Emit, loss_only: bool = False) -> tuple[list[bptt.Emission], Tensor]:
+        """Run the windows: what they emit, and the vectors carried on."""
+        plan = bptt.Plan(
+            program=_Program(self, reading, emit),
+            parameters=[parameter for parameter in self.parameters() if parameter.requires_grad],
+            always={parameter for parameter in self.recurrence.parameters() if parameter.requires_grad},
+            loss_only=loss_only,
+            stochastic=self.training,
+            keep_graph=self.config.recurrence.keep_graph,
+        )
+        return bptt.unroll(plan, reading.before.carried.to(self.recurrence.weight))
+
+    def _fresh_state(self, batch: int, signature: str) -> State:
+        counts = torch.zeros(batch, dtype=torch.long)
+        return State(
+            carried=self.recurrence.weight.new_zeros(batch, *self.config.state_shape),
+            started=counts.bool(), tokens=counts[:, None][:, :0], pending=counts, read=counts, signature=signature,
+        )  # fmt: skip
+
+    @property
+    def _signature(self) -> str:
+        """What a state must have in common with the model it is given to, in words for an error message."""
+        base, recurrence = self.config.base_config, self.config.recurrence
+        shape = "x".join(map(str, self.config.state_shape))
+        return (
+            f"{base.model_type} of {base.num_hidden_layers} layers, vocabulary {base.vocab_size}, state {shape}, "
+            f"window {recurrence.window}"
+        )
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.get_input_embeddings().weight.shape[0]
+
+    @property
+    def _num_classes(self) -> int:
+        """How many values a label may have."""
+        return self._vocabulary
+
+    # --- Hugging Face ------------------------------------------------------------------------------------------
+
+    def get_input_embeddings(self) -> Any:
+        return self.base.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.base.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> Any:
+        return self.base.get_output_embeddings()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Recurrence):
+            module.reset_parameters()
+
+    def gradient_checkpointing_enable(  # type: ignore[override]
+        self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any
+    ) -> None:
+        settings = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if settings["use_reentrant"]:
+            raise ValueError(
+                "gradient_checkpointing_kwargs: use_reentrant=True loses the gradient of the carried state. "
+                "Leave it out, or set it to False."
+            )
+        super().gradient_checkpointing_enable(settings, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Save as every Hugging Face model does; nothing half-written is ever seen at `save_directory`."""
+        with checkpoints.written_beside(save_directory) as beside:
+            super().save_pretrained(beside, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load as every Hugging Face model does; weights that are missing or do not fit are an error."""
+        return checkpoints.load_strictly(super().from_pretrained, cls, pretrained_model_name_or_path, *args, **kwargs)

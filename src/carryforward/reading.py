@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a padded batch, and the state it goes on from, to the windows that are run: rows, positions, targets.
+
+Padding is taken away first, so that positions count real tokens. Each row then has its own schedule; what runs
+together is a `Cell`: the next window of every row that still has one. All lengths are known on the host, so planning
+never waits for the device. Causal windows are padded on the right without a mask (no real position sees the
+padding); encoder windows get prefix, suffix and mask.
+
+Coordinates: a *token* index counts from the document's start, a *position* from the window's start (prefix included),
+a *column* from the start of the packed row (the unfinished window's first token).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .configuration import RecurrentModelConfig
+from .state import State
+from .windows import Window, encoder_schedule, schedule
+
+IGNORE = -100  # the label of a target that is not scored, as everywhere in Hugging Face
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Windows of different rows that run as one batch.
+
+    Attributes:
+        rows, windows: which rows, and the window of each.
+        has_state: whether these rows receive a state (a document's first window does not).
+        finished: for each row, whether the window is complete and passes on a state.
+        cut: for each row, whether truncated backpropagation detaches the state it receives.
+        width: positions of the longest window, special tokens included.
+    """
+
+    rows: list[int]
+    windows: list[Window]
+    has_state: bool
+    finished: list[bool]
+    cut: list[bool]
+    width: int
+
+
+class Reading:
+    """One call's documents, packed, and the cells in which they are read."""
+
+    def __init__(
+        self,
+        config: RecurrentModelConfig,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        state: State,
+        *,
+        overlap: int,
+        outputs: bool,
+        final: bool,
+        use_state: bool = True,
+        bptt_windows: int | None = None,
+    ):
+        """
+        Args:
+            state: where the documents stand; a fresh one for new documents.
+            outputs: an output is wanted at every token, the last one included, and not only the scored targets.
+            final: the documents end here (encoders).
+            use_state: pass states on. Without them every window stands alone.
+        """
+        self.config = config
+        self.causal = config.architecture.causal
+        self.overlap = overlap
+        self.outputs = outputs
+        self.final = final
+        self.use_state = use_state
+        self.prefix, self.suffix = config.recurrence.prefix, config.recurrence.suffix
+        self.room = config.recurrence.window - len(self.prefix) - len(self.suffix)
+        self.before = state
+        self.read: list[int] = state.read.tolist()
+        self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
+        self._pack(input_ids, attention_mask, labels)
+        self.schedules = [self._windows(row) for row in range(len(self.read))]
+        self.cells = self._cells(bptt_windows)
+
+    # --- packing -----------------------------------------------------------------------------------------------
+
+    def _pack(self, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor | None) -> None:
+        """Put each row's pending tokens and its new real ones side by side, starting in column 0."""
+        batch, width = input_ids.shape
+        source = torch.arange(width).expand(batch, -1)  # [B, N]: which input column each new token comes from
+        new = [width] * batch
+        if attention_mask is not None:
+            mask = attention_mask.bool().cpu()
+            source = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+            new = mask.sum(dim=1).tolist()
+        self.source = source
+        self.length = [read + count for read, count in zip(self.read, new, strict=True)]
+        pending = self.before.pending
+        columns = torch.arange(max(n - f for n, f in zip(self.length, self.first, strict=True)))
+        is_pending = columns < pending[:, None]  # [B, M]
+        fresh = (columns - pending[:, None]).clamp(0, max(width - 1, 0))
+        held = columns.clamp(max=max(self.before.tokens.shape[1] - 1, 0)).expand(batch, -1)
+        self._select = is_pending, source.gather(1, fresh) if width else fresh, held
+        self.tokens = self._join(self.before.tokens, input_ids)
+        self.labels = None
+        if labels is not None:
+            earlier = self.before.labels
+            if earlier is None:
+                earlier = torch.full_like(self.before.tokens, IGNORE)
+            self.labels = self._join(earlier, labels)
+
+    def _join(self, earlier: Tensor, new: Tensor) -> Tensor:
+        is_pending, fresh, held = (x.to(new.device) for x in self._select)
+        if not earlier.shape[1]:
+            return new.gather(1, fresh)
+        earlier = earlier.to(new.device).gather(1, held)
+        return torch.where(is_pending, earlier, new.gather(1, fresh)) if new.shape[1] else earlier
+
+    # --- planning ----------------------------------------------------------------------------------------------
+
+    def _windows(self, row: int) -> list[Window]:
+        window, length, start = self.config.recurrence.window, self.length[row], self.first[row]
+        if self.causal:
+            length += self.outputs  # as if one more token followed: then the last one has an output too
+            return list(schedule(length, window, self.overlap, start=start, score_from=max(self.read[row], 1)))
+        sizes = {"prefix": len(self.prefix), "suffix": len(self.suffix)}
+        return list(encoder_schedule(length, window, self.overlap, **sizes, start=start, final=self.final))
+
+    def _cells(self, bptt_windows: int | None) -> list[Cell]:
+        cells = []
+        started = self.before.started.tolist()
+        for step in range(max(map(len, self.schedules), default=0)):
+            rows = [row for row, windows in enumerate(self.schedules) if step < len(windows)]
+            stateful = [row for row in rows if self.use_state and (step > 0 or started[row])]
+            for group in (stateful, [row for row in rows if row not in set(stateful)]):
+                if group:
+                    windows = [self.schedules[row][step] for row in group]
+                    finished = [self._finished(row, w) for row, w in zip(group, windows, strict=True)]
+                    number = [w.start // (self.room - self.overlap) for w in windows]
+                    cut = [bptt_windows is not None and n % bptt_windows == 0 for n in number]
+                    width = max(w.end - w.start for w in windows) + len(self.prefix) + len(self.suffix)
+                    cells.append(Cell(group, windows, group is stateful, finished, cut, width))
+        return cells
+
+    def _finished(self, row: int, window: Window) -> bool:
+        """A window passes on its state when it is full and nothing of it is still to be scored."""
+        full = window.end - window.start == self.room
+        more = window.end < self.length[row]
+        return full and (more or not (self.causal or self.final))
+
+    # --- what a cell consists of -------------------------------------------------------------------------------
+
+    def index(self, values: Sequence[Any]) -> Tensor:
+        """Numbers from the plan, on the device."""
+        return torch.tensor(values, device=self.tokens.device)
+
+    def inputs(self, cell: Cell) -> tuple[Tensor, Tensor | None]:
+        """Token ids [b, width] and, where an encoder needs one, the attention mask."""
+        columns, in_stretch = self._columns(cell)
+        ids = self.tokens[self.index(cell.rows)[:, None], columns]
+        if self.causal:
+            return ids, None
+        position = torch.arange(cell.width, device=ids.device)
+        past = position - len(self.prefix) - self._lengths(cell)  # 0 at the first position behind the stretch
+        filler = getattr(self.config.base_config, "pad_token_id", None) or 0
+        ids = torch.where(in_stretch, ids, filler)
+        for i, token in enumerate(self.prefix):
+            ids[:, i] = token
+        for i, token in enumerate(self.suffix):
+            ids = torch.where(past == i, token, ids)
+        padded = any(w.end - w.start != cell.windows[0].end - cell.windows[0].start for w in cell.windows)
+        return ids, (past < len(self.suffix)).long() if padded else None
+
+    def targets(self, cell: Cell) -> Tensor:
+        """For each position the label it is scored on, or -100, [b, width]."""
+        assert self.labels is not None
+        columns, _ = self._columns(cell, ahead=int(self.causal))
+        labels = self.labels[self.index(cell.rows)[:, None], columns]
+        position = torch.arange(cell.width, device=labels.device)
+        spans = self.index([self.span(w) for w in cell.windows])
+        scored = (position >= spans[:, :1]) & (position < spans[:, 1:])
+        if self.causal and self.outputs:  # the output at the last token has no target
+            ends = self.index([self.length[r] - w.start for r, w in zip(cell.rows, cell.windows, strict=True)])
+            scored &= position + 1 < ends[:, None]
+        return labels.masked_fill(~scored, IGNORE)
+
+    def span(self, window: Window) -> tuple[int, int]:
+        """The positions in a window whose outputs it answers for."""
+        shift = len(self.prefix) - window.start - int(self.causal)
+        return window.score_from + shift, window.score_to + shift
+
+    def kept(self, cell: Cell, place: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Which outputs of a cell are given out, and where they go.
+
+        Args:
+            place: for each row and packed column the output column, or -1, [B, M], on the CPU.
+            width: output columns.
+
+        Returns:
+            row in the cell and position of each output, and its index in the call's outputs [B * width].
+        """
+        rows, positions, destinations = [], [], []
+        for i, (row, window) in enumerate(zip(cell.rows, cell.windows, strict=True)):
+            position = torch.arange(*self.span(window))
+            column = place[row, position - len(self.prefix) + window.start - self.first[row]]
+            position, column = position[column >= 0], column[column >= 0]
+            rows.append(torch.full_like(position, i))
+            positions.append(position)
+            destinations.append(column + row * width)
+        return torch.cat(rows), torch.cat(positions), torch.cat(destinations)
+
+    def pooled(self) -> tuple[int, int]:
+        """The positions of a full window that are pooled: neither prefix nor suffix, and such that the state runs as
+        far ahead of the next window as it did in training, where the overlap may have been another (footnote 3)."""
+        ahead = self.config.recurrence.overlap - self.overlap
+        return len(self.prefix), len(self.prefix) + min(self.room + ahead, self.room)
+
+    def _columns(self, cell: Cell, ahead: int = 0) -> tuple[Tensor, Tensor]:
+        """The packed column at each position, and whether the position belongs to the stretch at all."""
+        position = torch.arange(cell.width, device=self.tokens.device) - len(self.prefix)
+        rows = zip(cell.rows, cell.windows, strict=True)
+        starts = self.index([window.start - self.first[row] for row, window in rows])
+        columns = (starts[:, None] + position + ahead).clamp(0, self.tokens.shape[1] - 1)
+        return columns, (position >= 0) & (position < self._lengths(cell))
+
+    def _lengths(self, cell: Cell) -> Tensor:
+        return self.index([window.end - window.start for window in cell.windows])[:, None]
+
+    def count_scored(self) -> Tensor:
+        """The number of targets this call scores."""
+        assert self.labels is not None
+        ranges = [(max(begin, int(self.causal)), end) for begin, end in self.emitted()]
+        spans = self.index([(a - first, b - first) for (a, b), first in zip(ranges, self.first, strict=True)])
+        column = torch.arange(self.labels.shape[1], device=self.labels.device)
+        answered = (column >= spans[:, :1]) & (column < spans[:, 1:])
+        return (answered & (self.labels != IGNORE)).sum()
+
+    # --- where outputs go, and what is left for the next call --------------------------------------------------
+
+    def emitted(self) -> list[tuple[int, int]]:
+        """For each row the tokens whose outputs this call gives."""
+        if self.causal:
+            return list(zip(self.read, self.length, strict=True))
+        nothing = [(read, read) for read in self.read]
+        return [(w[0].score_from, w[-1].score_to) if w else n for w, n in zip(self.schedules, nothing, strict=True)]
+
+    def place(self, columns: Tensor | None) -> Tensor:
+        """Where each packed column's output goes, [B, M]; -1 for nowhere.
+
+        Args:
+            columns: for each input column its output column or -1; None puts a row's outputs one behind the other,
+                as a streaming encoder must, whose outputs may concern tokens of earlier calls.
+        """
+        batch, width = self.tokens.shape
+        place = torch.full((batch, width), -1)
+        for row, (begin, end) in enumerate(self.emitted()):
+            inside = slice(begin - self.first[row], end - self.first[row])
+            if columns is None:
+                place[row, inside] = torch.arange(end - begin)
+            else:
+                place[row, inside] = columns[self.source[row, : end - begin]]
+        return place
+
+    def state(self, carried: Tensor, summary: Tensor | None = None) -> State:
+        """Where the documents stand after this call."""
+        starts, started = [], self.before.started.tolist()
+        for row, windows in enumerate(self.schedules):
+            starts.append(self.first[row])
+            for window in windows:
+                if self._finished(row, window):
+                    starts[row], started[row] = window.start + self.room - self.overlap, self.use_state
+        pending = [length - start for length, start in zip(self.length, starts, strict=True)]
+        columns = torch.arange(max(pending)) + torch.tensor(starts)[:, None] - torch.tensor(self.first)[:, None]
+        columns = columns.clamp(max=self.tokens.shape[1] - 1).to(self.tokens.device)
+        return dataclasses.replace(
+            self.before,
+            carried=carried,
+            started=torch.tensor(started),
+            tokens=self.tokens.gather(1, columns),
+            pending=torch.tensor(pending),
+            read=torch.tensor(self.length),
+            labels=self.labels.gather(1, columns) if self.labels is not None and not self.causal else None,
+            summary=summary,
+            ended=self.final and not self.causal,
+        )

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a window's hidden states to the state the next window sees: equation 1 and the feed-forward network.
+
+Shapes: B rows, T positions, L layers, k hidden size, S slots, G states (1, or one per insertion layer).
+This file knows neither where the hidden states come from nor how the state is inserted (`insertion`).
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from .configuration import RecurrenceConfig
+
+
+class Recurrence(nn.Module):
+    """Pools the outputs of all layers over a window (z) and turns them into the carried vectors (h_prev)."""
+
+    def __init__(self, config: RecurrenceConfig, num_layers: int, hidden_size: int):
+        super().__init__()
+        self.config = config
+        if config.pooled_layers == "all":
+            self.layer_logits = nn.Parameter(torch.empty(num_layers))  # α of equation 1
+        if config.pooling == "attention":
+            self.keys = nn.Parameter(torch.empty(config.slots, hidden_size))
+        groups = len(config.insertion_layers(num_layers)) if config.state_per_layer else 1
+        self.networks = nn.ModuleList(_feed_forward(hidden_size, config.hidden_sizes) for _ in range(groups))
+
+    def forward(self, hidden: Sequence[Tensor], start: int, stop: int) -> Tensor:
+        """Pool positions ``start`` to ``stop``.
+
+        Args:
+            hidden: the outputs of layers 1 to L, each [B, T, k].
+
+        Returns:
+            h_prev, [B, G, S, k].
+        """
+        layers = [h[:, start:stop].to(self.weight.device) for h in (hidden if self.mixes_layers else hidden[-1:])]
+        z = self.pool(layers).to(self.weight.dtype)  # [B, S, k]
+        # under autocast a network's output is of lower precision; states keep the weights'
+        return torch.stack([network(z) for network in self.networks], dim=1).to(self.weight.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The last linear layer's weight: states live on its device, in its precision."""
+        return self.networks[0].get_submodule(str(2 * len(self.config.hidden_sizes))).get_parameter("weight")
+
+    @property
+    def mixes_layers(self) -> bool:
+        return self.config.pooled_layers == "all"
+
+    def pool(self, layers: Sequence[Tensor]) -> Tensor:
+        """Equation 1 and its alternatives: L times [B, P, k] to [B, S, k]."""
+        if self.config.pooling == "mean":
+            # The mean over positions first: the same number as mixing first, without a mix of P x k.
+            return self.mix([_stretches(h, self.config.slots, torch.mean) for h in layers])
+        mixed = self.mix(layers)  # [B, P, k]
+        if self.config.pooling == "max":
+            return _stretches(mixed, self.config.slots, torch.amax)
+        scores = mixed @ self.keys.to(mixed.dtype).T / mixed.shape[-1] ** 0.5  # [B, P, S]
+        return scores.softmax(dim=1).transpose(1, 2) @ mixed
+
+    def mix(self, layers: Sequence[Tensor]) -> Tensor:
+        """Σ w_ℓ h^(ℓ) with w = softmax(α); the last layer alone where only that is pooled."""
+        if not self.mixes_layers:
+            return layers[-1]
+        weights = self.layer_logits.softmax(dim=0).to(layers[0].dtype)
+        total = weights[0] * layers[0]
+        for weight, layer in zip(weights[1:], layers[1:], strict=True):
+            total = total + weight * layer
+        return total
+
+    def reset_parameters(self) -> None:
+        """The start: α = 0, linear layers as PyTorch starts them, the last one N(0, init_std) without bias."""
+        from transformers import initialization as init  # leaves alone what a checkpoint has just filled
+
+        if self.mixes_layers:
+            init.zeros_(self.layer_logits)
+        if self.config.pooling == "attention":
+            init.normal_(self.keys, std=self.config.init_std)
+        for network in self.networks:
+            *inner, last = [layer for layer in network.children() if isinstance(layer, nn.Linear)]
+            for layer in inner:
+                bound = layer.in_features**-0.5
+                init.uniform_(layer.weight, -bound, bound)
+                init.uniform_(layer.bias, -bound, bound)
+            init.normal_(last.weight, std=self.config.init_std)
+            init.zeros_(last.bias)
+
+
+def _feed_forward(size: int, hidden_sizes: Sequence[int]) -> nn.Sequential:
+    sizes = [size, *hidden_sizes]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], size))
+
+
+def _stretches(x: Tensor, slots: int, pool: Callable[..., Tensor]) -> Tensor:
+    """Pool as many equal stretches of positions as there are slots, [B, P, k] to [B, S, k]; as equal as P allows."""
+    length = x.shape[1]
+    borders = [length * i // slots for i in range(slots + 1)]
+    return torch.stack([pool(x[:, a:b], dim=1) for a, b in pairwise(borders)], dim=1)

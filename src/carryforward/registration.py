@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes transformers' Auto classes know recurrent models, without importing transformers to do so.
+
+`import carryforward` takes milliseconds. The registration is done when transformers' Auto classes are first imported,
+by whoever imports them; if they are in memory already, at once.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from types import ModuleType
+
+_AUTO = "transformers.models.auto.modeling_auto"
+
+
+def register() -> None:
+    """Enter the models in transformers' Auto classes."""
+    from transformers import AutoConfig
+
+    from . import heads
+    from .configuration import RecurrentModelConfig
+
+    AutoConfig.register(RecurrentModelConfig.model_type, RecurrentModelConfig, exist_ok=True)
+    for cls in (
+        heads.RecurrentForCausalLM,
+        heads.RecurrentForMaskedLM,
+        heads.RecurrentForSequenceClassification,
+        heads.RecurrentForTokenClassification,
+        heads.RecurrentModel,
+    ):
+        cls.auto_class.register(RecurrentModelConfig, cls, exist_ok=True)
+
+
+def register_when_needed() -> None:
+    """Register now if the Auto classes are loaded, otherwise as soon as they are."""
+    if _AUTO in sys.modules:
+        register()
+    else:
+        sys.meta_path.insert(0, _Watcher())
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Sees the Auto classes being imported, once, and has the registration follow."""
+
+    def find_spec(self, fullname: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _AUTO:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
+        return spec
+
+
+class _ThenRegister(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader):
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader  # leave no trace
+        self.loader.exec_module(module)
+        register()

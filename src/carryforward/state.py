@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has been read so far of a batch of documents: all that the next call needs to go on.
+
+A state is small: the carried vectors, the tokens of the window that is not finished yet (it is read again together
+with what follows) and a few counts. Gradients flow through `carried` until `detach()`.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Where the reading of a batch of documents stands, row by row.
+
+    Attributes:
+        carried: the vectors the next window receives (h_prev), [B, states, slots, k]; meaningless where not started.
+        started: whether a row has finished a window and so has carried vectors, [B], on the CPU.
+        tokens: each row's tokens from the unfinished window's start on, [B, P], right-padded.
+        pending: how many of them are real, [B], on the CPU.
+        read: how many tokens of the document were read in all, [B], on the CPU.
+        labels: for encoders, the labels of `tokens`, as a window may be scored in a later call than it is given.
+        summary: for sequence classification, the maximum so far over windows of their first token, [B, k].
+        ended: the documents were declared complete; there is nothing to go on with.
+        signature: the model, window and overlap it belongs to.
+    """
+
+    carried: Tensor
+    started: Tensor
+    tokens: Tensor
+    pending: Tensor
+    read: Tensor
+    labels: Tensor | None = None
+    summary: Tensor | None = None
+    ended: bool = False
+    signature: str = ""
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> "State":
+        """The state of some rows: a slice, a list of row numbers or a mask."""
+        if isinstance(rows, int):
+            raise TypeError(f"a state is indexed by rows: use state[{rows}:{rows + 1}] or state[[{rows}]].")
+        index = torch.arange(len(self))[rows]
+        return self._map(lambda x: x.index_select(0, index.to(x.device)))
+
+    def split(self, size: int = 1) -> list["State"]:
+        """Pieces of `size` rows, in order."""
+        return [self[i : i + size] for i in range(0, len(self), size)]
+
+    @staticmethod
+    def cat(states: Sequence["State"]) -> "State":
+        """One batch out of several; they must belong to the same model, window and overlap."""
+        if not states:
+            raise ValueError("State.cat needs at least one state.")
+        if len({(s.signature, s.ended, s.labels is None, s.summary is None) for s in states}) > 1:
+            raise ValueError(
+                "These states do not belong together: they come from different models, windows, overlaps or tasks: "
+                + "; ".join(sorted({s.signature for s in states}))
+            )
+        width = max(s.tokens.shape[1] for s in states)
+        merged: dict[str, Any] = {}
+        for name, first in states[0]._tensors().items():
+            parts = [getattr(s, name).to(first.device) for s in states]
+            if name in ("tokens", "labels"):
+                parts = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in parts]
+            merged[name] = torch.cat(parts)
+        return dataclasses.replace(states[0], **merged)
+
+    def detach(self) -> "State":
+        """The same state, through which no gradient flows."""
+        return self._map(Tensor.detach)
+
+    def to(self, device: torch.device | str) -> "State":
+        """The same state on another device; the counts stay on the CPU, where windows are planned."""
+        on_cpu = ("started", "pending", "read")
+        return self._map(lambda x: x.to(device), [name for name in self._tensors() if name not in on_cpu])
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a safetensors file, beside first and then renamed, so that no half-written one is ever seen."""
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        tensors = {name: x.detach().cpu().contiguous() for name, x in self._tensors().items()}
+        note = {"signature": self.signature, "ended": json.dumps(self.ended), "format": "carryforward-state"}
+        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            save_file(tensors, beside, metadata=note)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> "State":
+        """Read a state written by `save`."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                note = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            if note.get("format") != "carryforward-state":
+                raise ValueError(f"{path} is a safetensors file, but not one written by State.save.")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is cut short or not a state written by State.save: {error}") from error
+        return cls(**tensors, ended=json.loads(note["ended"]), signature=note["signature"]).to(device)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return {name: value for name, value in fields if isinstance(value, Tensor)}
+
+    def _map(self, function, names: Sequence[str] | None = None) -> "State":
+        tensors = self._tensors()
+        return dataclasses.replace(self, **{name: function(tensors[name]) for name in names or tensors})

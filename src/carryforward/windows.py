@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a document is cut into windows: integers in, integers out (sections 4.2 and 5.4 of the paper).
+
+Indices count the document's own tokens from 0 and every range is half-open. A window knows the tokens it reads and
+the tokens it answers for, so training, evaluation at any overlap and streaming share one loop. Nothing here knows
+about tensors, models or padding.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One window of a document.
+
+    Attributes:
+        start, end: the tokens that are read.
+        score_from, score_to: the tokens this window answers for and no other does. For a causal model these are
+            *targets*: token ``i`` is predicted from ``i - 1``. For an encoder they are the positions themselves.
+    """
+
+    start: int
+    end: int
+    score_from: int
+    score_to: int
+
+
+def schedule(length: int, window: int, overlap: int = 0, *, start: int = 0, score_from: int = 1) -> Iterator[Window]:
+    """Windows in which a causal model predicts every token of a document but the first, each exactly once.
+
+    The paper's example, ten tokens a window with an overlap of three, on 25 tokens:
+
+    >>> [(w.start, w.end) for w in schedule(25, window=10, overlap=3)]
+    [(0, 10), (7, 17), (14, 24)]
+    >>> [(w.score_from, w.score_to) for w in schedule(25, window=10, overlap=3)]
+    [(1, 11), (11, 18), (18, 25)]
+
+    The last token is only ever a target. To have an output at the last token too, ask for ``length + 1``.
+
+    Args:
+        length: number of tokens in the document.
+        window: tokens read at once (the paper's T).
+        overlap: tokens two consecutive windows share.
+        start, score_from: where to go on in a document that has been read in part.
+    """
+    check(window, overlap)
+    while score_from < length:
+        end = min(start + window, length - 1)
+        yield Window(start, end, score_from, end + 1)
+        score_from = end + 1
+        start += window - overlap
+
+
+def encoder_schedule(
+    length: int,
+    window: int,
+    overlap: int = 0,
+    *,
+    prefix: int = 0,
+    suffix: int = 0,
+    start: int = 0,
+    final: bool = True,
+) -> Iterator[Window]:
+    """Windows in which an encoder gives every token of a document one vector, each exactly once.
+
+    A window is prefix + stretch + suffix (``[CLS]`` ... ``[SEP]``). ``window`` counts all of it; ``overlap`` and the
+    indices count the document's own tokens. Where windows overlap, a token belongs to the one in which it lies
+    farthest from an edge.
+
+    >>> [(w.start, w.end, w.score_from, w.score_to) for w in encoder_schedule(17, 10, 4, prefix=1, suffix=1)]
+    [(0, 8, 0, 6), (4, 12, 6, 10), (8, 16, 10, 14), (12, 17, 14, 17)]
+
+    Args:
+        start: first token of the window to go on with, in a document that has been read in part.
+        final: whether the document ends at ``length``. If not, a window is given out only when what follows it
+            cannot change it any more.
+    """
+    room = check(window, overlap, prefix, suffix)
+    ahead = (overlap + 1) // 2  # of the shared tokens, those that lie farther from an edge in the earlier window
+    score_from = start + ahead if start else 0
+    while score_from < length:
+        end = min(start + room, length)
+        complete = end < length or final or (end - start == room and overlap == 0)
+        if not complete:
+            return
+        score_to = length if end == length else start + room - overlap + ahead
+        yield Window(start, end, score_from, score_to)
+        score_from = score_to
+        start += room - overlap
+
+
+def check(window: int, overlap: int, prefix: int = 0, suffix: int = 0) -> int:
+    """Refuse windows that cannot move forward; give back the room a window has for the document's own tokens."""
+    room = window - prefix - suffix
+    if room < 1:
+        special = f" after {prefix + suffix} special tokens" if prefix + suffix else ""
+        raise ValueError(f"window={window} leaves no room for the document{special}: use a larger window.")
+    if not 0 <= overlap < room:
+        raise ValueError(
+            f"overlap={overlap} must be at least 0 and smaller than the {room} document tokens of a window "
+            f"(window={window}): use a smaller overlap or a larger window."
+        )
+    return room
