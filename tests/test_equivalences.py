@@ -90,11 +90,12 @@ def test_batched_equals_alone(name, head, side):
     tiny.assert_same_gradients(batched, tiny.gradients(model))
 
 
-@pytest.mark.parametrize("cuts", [[10, 11, 25], [1, 2, 8, 9], [16], list(range(1, 34))], ids=str)
-@pytest.mark.parametrize(("name", "head"), PER_TOKEN)
+CUTS = [[10, 11, 25], [1, 2, 8, 9], [16]]
+TOKEN_BY_TOKEN = [(name, None, list(range(1, 34))) for name in ("gpt2", "llama", "bert", "modernbert")]
+
+
+@pytest.mark.parametrize(("name", "head", "cuts"), [(*c, cut) for c in PER_TOKEN for cut in CUTS] + TOKEN_BY_TOKEN)
 def test_streamed_equals_whole(name, head, cuts):
-    if len(cuts) > 4 and name not in ("gpt2", "llama", "bert", "modernbert"):
-        pytest.skip("token by token on four architectures is enough")
     model = tiny.recurrent(name, head)
     ids = tiny.documents(2, 34)
     labels = label(model, ids)

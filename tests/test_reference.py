@@ -216,15 +216,6 @@ def run(window, parameters, config, ids, labels, overlap, insert_at=2, state_per
     return total, count
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small only wait for one another's threads, for minutes where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 REFERENCES = {"gpt2": gpt2, "llama": llama, "bert": bert}
 
 

@@ -39,8 +39,8 @@ class _TokenModel(RecurrentPreTrainedModel):
         columns: Tensor | None,
         width: int,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> tuple[RecurrentOutput, Tensor | None]:
-        """Read the documents; give back loss and state, and the outputs, [B, width, ...], if they are wanted.
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Read the documents; give back the outputs, [B, width, ...], if they are wanted, and the other fields.
 
         Args:
             columns, width: where outputs go, as `Reading.place` takes it.
@@ -68,21 +68,21 @@ class _TokenModel(RecurrentPreTrainedModel):
             return tuple(emitted)
 
         emissions, carried = self._unroll(reading, emit, loss_only=place is None)
-        output = RecurrentOutput(state=reading.state(carried))
+        fields: dict[str, Any] = {"state": reading.state(carried)}
         if not reading.causal:
-            output.emitted = torch.tensor(reading.emitted())
+            fields["emitted"] = torch.tensor(reading.emitted())
         if labels is not None:
-            output.nll_sum = sum((emitted[0] for emitted in emissions), torch.zeros((), device=carried.device))
-            output.n_scored = reading.count_scored()
-            items = output.n_scored.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            output.loss = output.nll_sum / items
+            nll_sum = sum((emitted[0] for emitted in emissions), torch.zeros((), device=carried.device))
+            n_scored = reading.count_scored()
+            items = n_scored.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            fields |= {"loss": nll_sum / items, "nll_sum": nll_sum, "n_scored": n_scored}
         if place is None or not emissions:
-            return output, None
+            return None, fields
         where = torch.cat([reading.kept(cell, place, width)[2] for cell in reading.cells])
         values = torch.cat([emitted[-1] for emitted in emissions])
         batch = len(reading.read)
         empty = values.new_zeros(batch * width, *values.shape[1:])
-        return output, empty.index_copy(0, where.to(values.device), values).unflatten(0, (batch, width))
+        return empty.index_copy(0, where.to(values.device), values).unflatten(0, (batch, width)), fields
 
 
 class RecurrentForCausalLM(_TokenModel):
@@ -93,6 +93,7 @@ class RecurrentForCausalLM(_TokenModel):
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs, logits_to_keep=width - start).logits
 
+    @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
     def forward(
         self,
@@ -125,9 +126,10 @@ class RecurrentForCausalLM(_TokenModel):
             input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=False
         )
         columns, width, order = _columns_to_keep(logits_to_keep, input_ids.shape[1])
-        output, logits = self._run(reading, labels, columns, width, num_items_in_batch)
-        output.logits = logits if logits is None or order is None else logits[:, order.to(logits.device)]
-        return output
+        logits, fields = self._run(reading, labels, columns, width, num_items_in_batch)
+        if logits is not None and order is not None:
+            logits = logits[:, order.to(logits.device)]
+        return RecurrentOutput(logits=logits, **fields)
 
 
 class RecurrentModel(_TokenModel):
@@ -138,6 +140,7 @@ class RecurrentModel(_TokenModel):
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs).last_hidden_state[:, start:]
 
+    @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
     def forward(
         self,
@@ -166,9 +169,8 @@ class RecurrentModel(_TokenModel):
         reading = self._plan(
             input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
         )
-        output, hidden = self._run(reading, None, *_columns(reading, state))
-        output.last_hidden_state = hidden
-        return output
+        hidden, fields = self._run(reading, None, *_columns(reading, state))
+        return RecurrentOutput(last_hidden_state=hidden, **fields)
 
 
 class _LabelledEncoder(_TokenModel):
@@ -177,6 +179,7 @@ class _LabelledEncoder(_TokenModel):
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs).logits[:, start:]
 
+    @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
     def forward(
         self,
@@ -212,9 +215,8 @@ class _LabelledEncoder(_TokenModel):
         reading = self._plan(
             input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=final
         )
-        output, logits = self._run(reading, labels, *_columns(reading, state), num_items_in_batch)
-        output.logits = logits
-        return output
+        logits, fields = self._run(reading, labels, *_columns(reading, state), num_items_in_batch)
+        return RecurrentOutput(logits=logits, **fields)
 
 
 class RecurrentForMaskedLM(_LabelledEncoder):
@@ -239,6 +241,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
 
     auto_class = AutoModelForSequenceClassification
 
+    @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
     def forward(
         self,
@@ -279,13 +282,13 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             lowest = first.new_full((batch, first.shape[1]), -torch.inf)
             parts.append(lowest.index_copy(0, reading.index(cell.rows).to(first.device), first))
         summary = torch.stack(parts).amax(dim=0) if parts else None  # [B, k]
-        output = RecurrentOutput(state=reading.state(carried, summary), emitted=torch.tensor(reading.emitted()))
+        logits = loss = None
         if final:
             assert summary is not None, "documents that end have had a window"
-            output.logits = self.config.architecture.classify(self.base, summary)  # type: ignore[misc]
-            if labels is not None:
-                output.loss = ForSequenceClassificationLoss(labels, output.logits, self.config)
-        return output
+            logits = self.config.architecture.classify(self.base, summary)  # type: ignore[misc]
+            loss = None if labels is None else ForSequenceClassificationLoss(labels, logits, self.config)
+        state, emitted = reading.state(carried, summary), torch.tensor(reading.emitted())
+        return RecurrentOutput(loss=loss, logits=logits, emitted=emitted, state=state)
 
 
 def _columns_to_keep(logits_to_keep: int | Tensor, width: int) -> tuple[Tensor, int, Tensor | None]:

@@ -191,6 +191,10 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """How many values a label may have."""
         return self._vocabulary
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what a window runs: the base model without its head. The loop over windows stays Python."""
+        self._body.compile(*args, **kwargs)
+
     # --- Hugging Face ------------------------------------------------------------------------------------------
 
     def get_input_embeddings(self) -> Any:

@@ -161,7 +161,7 @@ class Reading:
         columns, in_stretch = self._columns(cell)
         ids = self.tokens[self.index(cell.rows)[:, None], columns]
         if self.causal:
-            return ids, None
+            return torch.where(in_stretch, ids, ids[:, :1]), None  # any real token will do: nothing looks at it
         position = torch.arange(cell.width, device=ids.device)
         past = position - len(self.prefix) - self._lengths(cell)  # 0 at the first position behind the stretch
         filler = getattr(self.config.base_config, "pad_token_id", None) or 0

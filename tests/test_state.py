@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state: split, joined, moved, saved; and the reading that goes on from it."""
+
+import pytest
+import tiny
+import torch
+from torch.testing import assert_close
+
+import carryforward as cf
+
+
+@pytest.fixture
+def model():
+    return tiny.recurrent("gpt2", slots=2, insert_at=(1, 3), state_per_layer=True)
+
+
+def read(model, length, seed):
+    ids = tiny.documents(1, length, seed)
+    return ids, model(ids, labels=ids)
+
+
+def same(a: cf.State, b: cf.State) -> None:
+    assert a.signature == b.signature
+    for name in ("started", "pending", "read"):
+        assert getattr(a, name).equal(getattr(b, name))
+    assert_close(a.carried[a.started], b.carried[b.started])
+    for row, pending in enumerate(a.pending):
+        assert a.tokens[row, :pending].equal(b.tokens[row, :pending])
+
+
+def test_rows_of_different_age_read_on_together(model):
+    """A document at its start, one inside its first window and one far along, each as if alone."""
+    (_, young), (_, old) = read(model, 5, 1), read(model, 30, 2)
+    fresh = model(tiny.documents(1, 1, 3))
+    batch = cf.State.cat([fresh.state, young.state, old.state])
+    assert batch.started.tolist() == [False, False, True]
+    assert batch.read.tolist() == [1, 5, 30]
+    more = tiny.documents(3, 17, 4)
+    together = model(more, labels=more, state=batch)
+    alone = [
+        model(more[i : i + 1], labels=more[i : i + 1], state=out.state) for i, out in enumerate((fresh, young, old))
+    ]
+    assert_close(together.nll_sum, sum(out.nll_sum for out in alone))
+    assert together.n_scored == sum(out.n_scored for out in alone) == 3 * 17
+    for piece, out in zip(together.state.split(), alone, strict=True):
+        same(piece, out.state)
+    same(cf.State.cat(together.state.split(2)), together.state)
+    same(together.state[torch.tensor([False, True, False])], alone[1].state)
+    same(together.state[[2, 0]], cf.State.cat([alone[2].state, alone[0].state]))
+
+
+def test_saved_and_loaded(model, tmp_path):
+    _, out = read(model, 30, 1)
+    out.state.save(tmp_path / "state.safetensors")
+    again = cf.State.load(tmp_path / "state.safetensors")
+    same(again, out.state)
+    assert not again.carried.requires_grad
+    more = tiny.documents(1, 12, 9)
+    assert_close(model(more, state=again).logits, model(more, state=out.state).logits)
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"], "nothing is left beside it"
+
+
+def test_a_cut_or_foreign_file_is_refused(model, tmp_path):
+    _, out = read(model, 30, 1)
+    path = tmp_path / "state.safetensors"
+    out.state.save(path)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(ValueError, match="cut short"):
+        cf.State.load(path)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"not one written by State\.save"):
+        cf.State.load(path)
+
+
+def test_a_failed_save_leaves_the_old_file(model, tmp_path, monkeypatch):
+    _, out = read(model, 30, 1)
+    path = tmp_path / "state.safetensors"
+    out.state.save(path)
+    before = path.read_bytes()
+
+    def full_disk(tensors, filename, metadata=None):
+        filename.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        out.state[:1].save(path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_gradients_flow_through_until_detached(model):
+    _, out = read(model, 30, 1)
+    assert out.state.carried.requires_grad
+    assert cf.State.cat(out.state.split()).carried.requires_grad
+    assert not out.state.detach().carried.requires_grad
+    with torch.no_grad():
+        assert not read(model, 30, 1)[1].state.carried.requires_grad
+
+
+def test_states_of_other_models_overlaps_and_sizes_are_refused(model):
+    _, out = read(model, 30, 1)
+    more = tiny.documents(1, 5)
+    with pytest.raises(ValueError, match="another model or overlap"):
+        tiny.recurrent("llama")(more, state=out.state)
+    with pytest.raises(ValueError, match="overlap 2.*overlap 0"):
+        model(more, state=out.state, overlap=0)
+    with pytest.raises(ValueError, match="state has 1 rows, input_ids has 2"):
+        model(tiny.documents(2, 5), state=out.state)
+    with pytest.raises(ValueError, match="do not belong together"):
+        cf.State.cat([out.state, read(tiny.recurrent("llama"), 30, 1)[1].state])
+    with pytest.raises(TypeError, match=r"state\[0:1\]"):
+        out.state[0]
+
+
+def test_an_ended_document_cannot_go_on():
+    model = tiny.recurrent("bert")
+    out = model(tiny.documents(1, 20))
+    with pytest.raises(ValueError, match="final=False"):
+        model(tiny.documents(1, 5), state=out.state)
+
+
+def test_the_state_is_small_and_does_not_grow(model):
+    sizes = []
+    for length in (50, 500):
+        state = read(model, length, 1)[1].state
+        sizes.append(state.carried.numel() + state.tokens.numel())
+        assert state.tokens.shape[1] <= model.config.recurrence.window
+    assert sizes[1] <= sizes[0] + model.config.recurrence.window
