@@ -139,7 +139,10 @@ class Carry:
 
 
 def install(body: nn.Module, architecture: Architecture) -> None:
-    """Hook a model without its head. Calls without `carry` behave as before."""
+    """Hook a model without its head, once. Calls without `carry` behave as before."""
+    if getattr(body, "_takes_carry", False):  # by an earlier `add_recurrence` to the same model
+        return
+    body._takes_carry = True  # type: ignore[assignment]
     for number, layer in enumerate(architecture.layer_list(body), start=1):
         # Partials of plain functions survive deepcopy and pickle; closures over a module would not.
         norm = architecture.norm if getattr(layer, "do_layer_norm_before", True) else None  # OPT-350m: behind it
