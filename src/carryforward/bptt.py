@@ -15,7 +15,7 @@ This file knows nothing of models: a `Program` says what a window computes.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,16 +45,25 @@ class Plan:
         always: the parameters that receive a gradient of zero, not none, when no window used them (the recurrence
             module in a batch of one-window documents), so that all ranks of a distributed run agree.
         loss_only: each cell emits just its summed loss, a scalar, and only their sum is given out.
-        stochastic: random numbers are drawn (dropout), which a second pass must draw again.
         keep_graph: keep all activations instead of recomputing them.
+        seeds: where random numbers are drawn (dropout), one seed for each cell, so that a second pass draws the same;
+            a seed is a thousandth of what a generator's whole state takes.
     """
 
     program: Program
     parameters: list[nn.Parameter]
     always: set[nn.Parameter]
     loss_only: bool
-    stochastic: bool
     keep_graph: bool
+    seeds: list[int] | None
+
+    def advance(self, i: int, table: Tensor, head: bool = True) -> tuple[Emission, Tensor]:
+        """Run the i-th cell with the random numbers that belong to it."""
+        if self.seeds is None:
+            return self.program.advance(self.program.cells[i], table, head)
+        devices = {table.device, *(parameter.device for parameter in self.parameters)}
+        with _seeded(self.seeds[i], devices):
+            return self.program.advance(self.program.cells[i], table, head)
 
 
 def unroll(plan: Plan, table: Tensor) -> tuple[list[Emission], Tensor]:
@@ -72,8 +81,8 @@ def unroll(plan: Plan, table: Tensor) -> tuple[list[Emission], Tensor]:
         return [tuple(flat[i : i + arity]) for i in range(0, len(flat), arity)], table
 
     emissions = []
-    for cell in plan.program.cells:
-        emitted, table = plan.program.advance(cell, table, head=True)
+    for i in range(len(plan.program.cells)):
+        emitted, table = plan.advance(i, table)
         emissions.append(emitted)
     if plan.loss_only:
         emissions = [(sum((nll for (nll,) in emissions), torch.zeros((), device=table.device)),)]
@@ -164,13 +173,11 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class _Sweep:
-    """The two passes over the cells, and what must be remembered between them: states and random numbers."""
+    """The two passes over the cells, and what must be remembered between them: the states."""
 
     def __init__(self, plan: Plan, device: torch.device):
         self.plan = plan
         self.tables: list[Tensor] = []
-        self.generators: list[dict[torch.device, Tensor]] = []
-        self.devices = {device, *(parameter.device for parameter in plan.parameters)} if plan.stochastic else set()
         self.autocast: dict[str, Any] = {
             "device_type": device.type,
             "enabled": torch.is_autocast_enabled(device.type),
@@ -183,12 +190,11 @@ class _Sweep:
     def first_pass(self, table: Tensor) -> tuple[list[Emission], Tensor]:
         """Without a graph: note the table before each cell. The last cell is not run if only the loss is wanted."""
         emissions = []
-        for i, cell in enumerate(self.plan.program.cells):
+        for i in range(len(self.plan.program.cells)):
             self.tables.append(table)
-            self.generators.append(_random_states(self.devices))
             if self.plan.loss_only and i == len(self.plan.program.cells) - 1:
                 break
-            emitted, table = self.plan.program.advance(cell, table, head=not self.plan.loss_only)
+            emitted, table = self.plan.advance(i, table, head=not self.plan.loss_only)
             emissions.append(emitted)
         torch.clear_autocast_cache()  # weights cast without a graph would be reused in the second pass, and stay so
         return emissions, table
@@ -204,18 +210,15 @@ class _Sweep:
             prepay: the call comes from the forward pass: the loss is not known yet, its gradient is taken to be 1.
         """
         gradients = _Gradients(table, [None] * len(self.plan.parameters))
-        after = _random_states(self.devices)
         with torch.enable_grad(), contextlib.nullcontext() if prepay else torch.autocast(**self.autocast):
             for i in reversed(range(len(self.plan.program.cells))):
-                _set_random_states(self.generators[i])
                 incoming = self.tables[i].detach().requires_grad_()
-                outputs, outgoing = self.plan.program.advance(self.plan.program.cells[i], incoming, head=True)
+                outputs, outgoing = self.plan.advance(i, incoming)
                 if prepay:
                     self.loss = self.loss + outputs[0].detach()
                     if i == len(self.tables) - 1:
-                        self.table, after = outgoing.detach(), _random_states(self.devices)
+                        self.table = outgoing.detach()
                 self._pull(gradients, incoming, outputs, outgoing, self._seeds(emitted, i, len(outputs)))
-        _set_random_states(after)
         return gradients
 
     def _seeds(self, emitted: Sequence[Tensor | None] | None, i: int, arity: int) -> Sequence[Tensor | None]:
@@ -246,20 +249,20 @@ class _Sweep:
         gradients.parameters = [_sum(a, b) for a, b in zip(gradients.parameters, found, strict=True)]
 
 
-def _random_states(devices: set[torch.device]) -> dict[torch.device, Tensor]:
-    """The state of every generator a window may draw from; the CPU's always, as some models draw there."""
-    if not devices:
-        return {}
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    for device in devices:
-        if device.type != "cpu":
-            states[device] = torch.get_device_module(device).get_rng_state(device)
-    return states
+def draw_seeds(count: int) -> list[int]:
+    """As many seeds from the global generator."""
+    return torch.randint(2**62, (count,)).tolist()
 
 
-def _set_random_states(states: dict[torch.device, Tensor]) -> None:
-    for device, state in states.items():
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)
+@contextlib.contextmanager
+def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
+    """Random numbers from a seed; afterwards every generator goes on where it was."""
+    modules = [(device, torch.get_device_module(device)) for device in devices if device.type != "cpu"]
+    before = torch.get_rng_state(), [module.get_rng_state(device) for device, module in modules]
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        for (device, module), state in zip(modules, before[1], strict=True):
+            module.set_rng_state(state, device)

@@ -10,10 +10,10 @@ import argparse
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from pydoc_data import topics  # type: ignore[import-untyped]
 from typing import Any
 
 import torch
-from pydoc_data import topics  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table

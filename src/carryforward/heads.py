@@ -229,7 +229,6 @@ class RecurrentForTokenClassification(_LabelledEncoder):
     """A token classifier that reads documents of any length."""
 
     auto_class = AutoModelForTokenClassification
-    _head_is_deterministic = False
 
     @property
     def _num_classes(self) -> int:
@@ -304,8 +303,6 @@ def _columns_to_keep(logits_to_keep: int | Tensor, width: int) -> tuple[Tensor, 
 
 def _columns(reading: Reading, state: State | None) -> tuple[Tensor | None, int]:
     """Outputs have the layout of the input, unless an encoder reads in pieces: then they stand one behind the other."""
-    whole = reading.causal or (state is None and reading.final)
-    width = reading.source.shape[1]
-    if whole:
-        return torch.arange(width), width
+    if reading.causal or (state is None and reading.final):
+        return torch.arange(reading.width), reading.width
     return None, max(end - begin for begin, end in reading.emitted())

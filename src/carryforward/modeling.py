@@ -70,7 +70,7 @@ class _Program(bptt.Program):
         if reading.causal:
             inputs["use_cache"] = False
         emitted: bptt.Emission = ()
-        if head or not model._head_is_deterministic:  # a head that draws random numbers must draw them in both passes
+        if head:
             emitted = self.emit(cell, inputs)
         else:
             model._body(**inputs)
@@ -96,7 +96,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     auto_class: ClassVar[Any] = AutoModel
     _supports_sdpa = True
     _no_split_modules = ["Recurrence"]
-    _head_is_deterministic: ClassVar[bool] = True
 
     def __init__(self, config: RecurrentModelConfig, base: PreTrainedModel | None = None):
         """
@@ -160,8 +159,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             parameters=[parameter for parameter in self.parameters() if parameter.requires_grad],
             always={parameter for parameter in self.recurrence.parameters() if parameter.requires_grad},
             loss_only=loss_only,
-            stochastic=self.training,
             keep_graph=self.config.recurrence.keep_graph,
+            seeds=bptt.draw_seeds(len(reading.cells)) if self.training else None,
         )
         return bptt.unroll(plan, reading.before.carried.to(self.recurrence.weight))
 

@@ -89,34 +89,31 @@ class Reading:
     def _pack(self, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor | None) -> None:
         """Put each row's pending tokens and its new real ones side by side, starting in column 0."""
         batch, width = input_ids.shape
-        source = torch.arange(width).expand(batch, -1)  # [B, N]: which input column each new token comes from
-        new = [width] * batch
-        if attention_mask is not None:
+        self.width = width
+        new = torch.full((batch,), width)
+        self.source: Tensor | None = None  # which input column each new token comes from; None: the same
+        if attention_mask is not None and not attention_mask.all():
             mask = attention_mask.bool().cpu()
-            source = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-            new = mask.sum(dim=1).tolist()
-        self.source = source
-        self.length = [read + count for read, count in zip(self.read, new, strict=True)]
-        pending = self.before.pending
-        columns = torch.arange(max(n - f for n, f in zip(self.length, self.first, strict=True)))
-        is_pending = columns < pending[:, None]  # [B, M]
-        fresh = (columns - pending[:, None]).clamp(0, max(width - 1, 0))
-        held = columns.clamp(max=max(self.before.tokens.shape[1] - 1, 0)).expand(batch, -1)
-        self._select = is_pending, source.gather(1, fresh) if width else fresh, held
+            new = mask.sum(dim=1)
+            self.source = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(new.max())]
+        self.length: list[int] = (self.before.read + new).tolist()
+        earlier = self.before.labels
+        if labels is not None and earlier is None:
+            earlier = torch.full_like(self.before.tokens, IGNORE)
         self.tokens = self._join(self.before.tokens, input_ids)
-        self.labels = None
-        if labels is not None:
-            earlier = self.before.labels
-            if earlier is None:
-                earlier = torch.full_like(self.before.tokens, IGNORE)
-            self.labels = self._join(earlier, labels)
+        self.labels = None if labels is None or earlier is None else self._join(earlier, labels)
 
     def _join(self, earlier: Tensor, new: Tensor) -> Tensor:
-        is_pending, fresh, held = (x.to(new.device) for x in self._select)
+        """Pending columns in front of the new ones, row by row; without either, nothing is copied."""
+        if self.source is not None:
+            new = new.gather(1, self.source.to(new.device))
         if not earlier.shape[1]:
-            return new.gather(1, fresh)
-        earlier = earlier.to(new.device).gather(1, held)
-        return torch.where(is_pending, earlier, new.gather(1, fresh)) if new.shape[1] else earlier
+            return new
+        both = torch.cat([earlier.to(new.device), new], dim=1)
+        pending = self.before.pending[:, None]
+        columns = torch.arange(both.shape[1]).expand(len(both), -1)
+        moved = (columns + earlier.shape[1] - pending).clamp(max=both.shape[1] - 1)
+        return both.gather(1, torch.where(columns < pending, columns, moved).to(new.device))
 
     # --- planning ----------------------------------------------------------------------------------------------
 
@@ -260,7 +257,8 @@ class Reading:
             if columns is None:
                 place[row, inside] = torch.arange(end - begin)
             else:
-                place[row, inside] = columns[self.source[row, : end - begin]]
+                source = torch.arange(end - begin) if self.source is None else self.source[row, : end - begin]
+                place[row, inside] = columns[source]
         return place
 
     def state(self, carried: Tensor, summary: Tensor | None = None) -> State:
