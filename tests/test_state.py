@@ -122,6 +122,16 @@ def test_an_ended_document_cannot_go_on():
         model(tiny.documents(1, 5), state=out.state)
 
 
+def test_a_state_read_without_recurrence_carries_nothing(model):
+    """With the state removed for the first piece, the second starts as a document's first window does."""
+    ids = tiny.documents(1, 30)
+    first = model(ids[:, :20], use_state=False).state
+    assert not first.started.any()
+    logits = model(ids[:, 20:], state=first).logits
+    assert first.pending.item() == 8, "the window from token 12 on is full, but its last target is still to come"
+    assert_close(logits, model(ids[:, 12:]).logits[:, 8:])
+
+
 def test_the_state_is_small_and_does_not_grow(model):
     sizes = []
     for length in (50, 500):

@@ -11,6 +11,8 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+import carryforward as cf
+
 BOTH = pytest.mark.parametrize("keep_graph", [False, True], ids=["recomputed", "kept"])
 IDS = tiny.documents(2, 37)
 
@@ -55,6 +57,19 @@ def test_truncation_counts_from_the_documents_start_when_streaming():
 
 
 @BOTH
+def test_truncation_of_rows_at_different_windows(keep_graph):
+    """Documents of different age in one batch are cut each at its own windows."""
+    model = tiny.recurrent("gpt2", overlap=0, bptt_windows=2, keep_graph=keep_graph)
+    states = [model(IDS[:1, :length], labels=IDS[:1, :length]).state.detach() for length in (3, 10)]
+    total = sum(model(IDS[:1], labels=IDS[:1], state=state).nll_sum for state in states)
+    total.backward()
+    expected = tiny.gradients(model)
+    both = IDS[:1].expand(2, -1)
+    model(both, labels=both, state=cf.State.cat(states)).nll_sum.backward()
+    tiny.assert_same_gradients(expected, tiny.gradients(model))
+
+
+@BOTH
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3_text", "bert", "modernbert"])
 def test_bfloat16_autocast(name, keep_graph):
     """Close to float32, and no weight without a gradient: weights cast in the first pass must not serve the second."""
@@ -80,6 +95,22 @@ def test_bfloat16_autocast_recomputed_equals_kept(name):
     assert_close(results[0][0], results[1][0])
     # the sums over windows are made in another order, of numbers with eight bits
     tiny.assert_same_gradients(results[0][1], results[1][1], tolerance=5e-3)
+
+
+def test_autocast_is_in_force_when_windows_run_again():
+    """Hidden states are recomputed in `backward`, which people call outside of autocast."""
+
+    def gradient(keep_graph, enabled):
+        model = tiny.recurrent("gpt2", "none", keep_graph=keep_graph)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = model(IDS)
+        assert out.state.carried.dtype == torch.float32, "states keep the weights' precision"
+        (out.last_hidden_state.float() * torch.linspace(-1, 1, tiny.WIDTH)).square().sum().backward()
+        return torch.cat([g.flatten() for g in tiny.gradients(model).values()])
+
+    kept = gradient(True, True)
+    assert (gradient(False, True) - kept).norm() < 3e-3 * kept.norm()
+    assert (gradient(False, False) - kept).norm() > 6e-3 * kept.norm(), "in float32 it would be another number"
 
 
 def test_bfloat16_weights():

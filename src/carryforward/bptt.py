@@ -196,7 +196,7 @@ class _Sweep:
                 break
             emitted, table = self.plan.advance(i, table, head=not self.plan.loss_only)
             emissions.append(emitted)
-        torch.clear_autocast_cache()  # weights cast without a graph would be reused in the second pass, and stay so
+        torch.clear_autocast_cache()  # older torch would use weights cast without a graph again, and lose their gradient
         return emissions, table
 
     def second_pass(
