@@ -15,12 +15,15 @@ This file knows nothing of models: a `Program` says what a window computes.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 Emission = tuple[Tensor, ...]
 
@@ -48,6 +51,7 @@ class Plan:
         keep_graph: keep all activations instead of recomputing them.
         seeds: where random numbers are drawn (dropout), one seed for each cell, so that a second pass draws the same;
             a seed is a thousandth of what a generator's whole state takes.
+        devices: where random numbers may be drawn, beside the CPU.
     """
 
     program: Program
@@ -56,13 +60,13 @@ class Plan:
     loss_only: bool
     keep_graph: bool
     seeds: list[int] | None
+    devices: set[torch.device]
 
     def advance(self, i: int, table: Tensor, head: bool = True) -> tuple[Emission, Tensor]:
         """Run the i-th cell with the random numbers that belong to it."""
         if self.seeds is None:
             return self.program.advance(self.program.cells[i], table, head)
-        devices = {table.device, *(parameter.device for parameter in self.parameters)}
-        with _seeded(self.seeds[i], devices):
+        with _seeded(self.seeds[i], self.devices):
             return self.program.advance(self.program.cells[i], table, head)
 
 
@@ -73,9 +77,14 @@ def unroll(plan: Plan, table: Tensor) -> tuple[list[Emission], Tensor]:
         what each cell emits (with `loss_only` one emission, the sum), and the table after the last cell.
     """
     differentiable = torch.is_grad_enabled() and (bool(plan.parameters) or table.requires_grad)
-    # Hooks on a parameter's gradient would run for every window, and once more on the sum.
-    hooked = any(parameter._backward_hooks for parameter in plan.parameters)
-    if differentiable and plan.program.cells and not plan.keep_graph and not hooked:
+    keep_graph = plan.keep_graph
+    if differentiable and not keep_graph and any(parameter._backward_hooks for parameter in plan.parameters):
+        logger.warning(
+            "A hook on a parameter's gradient would run once for every window: the graph of all windows is kept "
+            "instead, and memory grows with their number. Tensor.register_post_accumulate_grad_hook does not need that."
+        )
+        keep_graph = True
+    if differentiable and plan.program.cells and not keep_graph:
         *flat, table = _Recomputed.apply(plan, table, *plan.parameters)
         arity = len(flat) if plan.loss_only else len(flat) // len(plan.program.cells)
         return [tuple(flat[i : i + arity]) for i in range(0, len(flat), arity)], table
@@ -86,8 +95,9 @@ def unroll(plan: Plan, table: Tensor) -> tuple[list[Emission], Tensor]:
         emissions.append(emitted)
     if plan.loss_only:
         emissions = [(sum((nll for (nll,) in emissions), torch.zeros((), device=table.device)),)]
-    if differentiable and plan.always:
-        emissions = [(_Anchor.apply(first, *plan.always), *rest) for first, *rest in emissions]
+    unused = plan.always if plan.program.cells else plan.parameters
+    if differentiable and unused:
+        emissions = [(_Anchor.apply(first, *unused), *rest) for first, *rest in emissions]
     return emissions, table
 
 
@@ -150,8 +160,9 @@ class _Gradients:
     def scale_(self, factor: Tensor) -> "_Gradients":
         for gradient in [self.table, *self.parameters]:
             if gradient is not None:
-                # in float32, or a bfloat16 factor would itself be off by up to 0.4 %
-                gradient.copy_(gradient.float().mul_(factor.to(gradient.device)))
+                # not in lower precision than float32, or the factor itself would be off by up to 0.4 %
+                exact = torch.promote_types(gradient.dtype, torch.float32)
+                gradient.copy_(gradient.to(exact) * factor.to(gradient.device))
         return self
 
     def add_(self, other: "_Gradients") -> "_Gradients":
@@ -196,7 +207,7 @@ class _Sweep:
                 break
             emitted, table = self.plan.advance(i, table, head=not self.plan.loss_only)
             emissions.append(emitted)
-        torch.clear_autocast_cache()  # older torch would use weights cast without a graph again, and lose their gradient
+        torch.clear_autocast_cache()  # older torch would use weights cast without a graph a second time
         return emissions, table
 
     def second_pass(
@@ -218,10 +229,10 @@ class _Sweep:
                     self.loss = self.loss + outputs[0].detach()
                     if i == len(self.tables) - 1:
                         self.table = outgoing.detach()
-                self._pull(gradients, incoming, outputs, outgoing, self._seeds(emitted, i, len(outputs)))
+                self._pull(gradients, incoming, outputs, outgoing, self._upstream(emitted, i, len(outputs)))
         return gradients
 
-    def _seeds(self, emitted: Sequence[Tensor | None] | None, i: int, arity: int) -> Sequence[Tensor | None]:
+    def _upstream(self, emitted: Sequence[Tensor | None] | None, i: int, arity: int) -> Sequence[Tensor | None]:
         if emitted is None:
             return [torch.ones((), device=self.loss.device)]
         return emitted if self.plan.loss_only else emitted[i * arity : (i + 1) * arity]
@@ -232,17 +243,17 @@ class _Sweep:
         incoming: Tensor,
         outputs: Emission,
         outgoing: Tensor,
-        seeds: Sequence[Tensor | None],
+        upstream: Sequence[Tensor | None],
     ) -> None:
-        pairs = [*zip(outputs, seeds, strict=True), (outgoing, gradients.table)]
-        pairs = [(output, seed) for output, seed in pairs if seed is not None and output.requires_grad]
+        pairs = [*zip(outputs, upstream, strict=True), (outgoing, gradients.table)]
+        pairs = [(output, gradient) for output, gradient in pairs if gradient is not None and output.requires_grad]
         gradients.table = None
         if not pairs:
             return
         table, *found = torch.autograd.grad(
             [output for output, _ in pairs],
             [incoming, *self.plan.parameters],
-            [seed for _, seed in pairs],
+            [gradient for _, gradient in pairs],
             allow_unused=True,
         )
         gradients.table = table

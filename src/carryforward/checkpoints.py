@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving without half-written files, and loading without silently missing weights."""
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,33 +12,47 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+# the names under which transformers writes weights, whole or in pieces, for each variant
+_WEIGHTS = re.compile(r"model(?P<piece>-\d{5}-of-\d{5})?\.safetensors(\.index(\.(?P<index>\w+))?\.json)?|"
+                      r"model\.(?P<variant>\w+)(-\d{5}-of-\d{5})?\.safetensors")  # fmt: skip
+
 
 @contextmanager
 def written_beside(directory: str | os.PathLike) -> Iterator[Path]:
     """A folder to write to, which then takes the place of `directory`, or of its files where it exists already.
 
-    A new folder appears whole or not at all. In an existing one each file is replaced whole, config last.
+    A new folder appears whole or not at all. In an existing one each file is replaced whole, weights first, then
+    weights of an earlier save in more or fewer pieces are removed, and config.json comes last.
     """
-    target = Path(directory)
+    target = Path(directory).resolve()
     if target.is_file():
-        raise ValueError(f"save_directory={str(target)!r} is a file; give a folder.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        raise ValueError(f"save_directory={str(directory)!r} is a file; give a folder.")
+    name = f".{target.name}.{os.getpid()}.tmp"
+    beside = target / name if target.exists() else target.with_name(name)  # in both cases on the same file system
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+    beside.mkdir(parents=True)
     try:
         yield beside
         if not target.exists():
             beside.rename(target)
             return
         written = {path.name for path in beside.iterdir()}
-        for name in sorted(written, key=lambda name: (name == "config.json", name)):
-            os.replace(beside / name, target / name)
-        for stale in target.glob("model*.safetensors*"):  # of an earlier save in more or fewer pieces
-            if stale.name not in written:
-                stale.unlink()
+        for file in sorted(written - {"config.json"}):
+            os.replace(beside / file, target / file)
+        kinds = {_weights_of(file) for file in written} - {None}
+        for path in target.iterdir():
+            if path.name not in written and _weights_of(path.name) in kinds:
+                path.unlink()
+        if "config.json" in written:
+            os.replace(beside / "config.json", target / "config.json")
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _weights_of(file: str) -> str | None:
+    """The variant whose weights a file holds ("" for none in particular), or None if it holds no weights."""
+    match = _WEIGHTS.fullmatch(file)
+    return match and (match["variant"] or match["index"] or "")
 
 
 def load_strictly(load: Callable, cls: type, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,8 +64,10 @@ def load_strictly(load: Callable, cls: type, name: Any, *args: Any, **kwargs: An
         raise ValueError(
             f"{name}: a weights file is cut short or damaged ({error}). Copy or save the checkpoint again."
         ) from error
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise ValueError(f"{name}: a file of the checkpoint is missing or damaged: {error}") from error
     except RuntimeError as error:
-        if "size mismatch" not in str(error).lower() and "mismatch" not in str(error).lower():
+        if "mismatch" not in str(error).lower():
             raise
         raise ValueError(f"{name}: weights do not fit the config: {error}") from error
     wrong = {kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}

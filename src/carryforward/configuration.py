@@ -72,6 +72,7 @@ class RecurrenceConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_sizes", "prefix", "suffix"):
+            _require(self, name, isinstance(getattr(self, name), list | tuple), "a list of integers")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.insert_at, list):
             object.__setattr__(self, "insert_at", tuple(self.insert_at))

@@ -35,7 +35,6 @@ class _TokenModel(RecurrentPreTrainedModel):
     def _run(
         self,
         reading: Reading,
-        labels: Tensor | None,
         columns: Tensor | None,
         width: int,
         num_items_in_batch: Tensor | int | None = None,
@@ -45,40 +44,38 @@ class _TokenModel(RecurrentPreTrainedModel):
         Args:
             columns, width: where outputs go, as `Reading.place` takes it.
         """
-        place = reading.place(columns) if reading.outputs else None
+        kept = {}
+        if reading.outputs:
+            place = reading.place(columns)
+            kept = {id(cell): reading.kept(cell, place, width) for cell in reading.cells}
 
         def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
-            start = min(reading.span(window)[0] for window in cell.windows)
-            rows = positions = torch.empty(0, dtype=torch.long)
-            if place is not None:
-                rows, positions, _ = reading.kept(cell, place, width)
-            if labels is None:  # then only what is given out counts, and at least one position for its shape
+            if reading.labels is not None:
+                start = min(reading.span(window)[0] for window in cell.windows)
+            else:  # only what is given out counts, and at least one position for its shape
+                positions = kept[id(cell)][1]
                 start = int(positions.min()) if len(positions) else cell.width - 1
             scores = self._outputs(inputs, start, cell.width)
             emitted = []
-            if labels is not None:
-                targets = reading.targets(cell)[:, start:].to(scores.device)
-                emitted.append(
-                    F.cross_entropy(
-                        scores.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-                    )
-                )
-            if place is not None:
-                emitted.append(scores[rows.to(scores.device), positions.to(scores.device) - start])
+            if reading.labels is not None:
+                emitted.append(_nll_sum(scores, reading.targets(cell)[:, start:]))
+            if kept:
+                rows, positions, _ = (index.to(scores.device) for index in kept[id(cell)])
+                emitted.append(scores[rows, positions - start])
             return tuple(emitted)
 
-        emissions, carried = self._unroll(reading, emit, loss_only=place is None)
+        emissions, carried = self._unroll(reading, emit, loss_only=not reading.outputs)
         fields: dict[str, Any] = {"state": reading.state(carried)}
         if not reading.causal:
             fields["emitted"] = torch.tensor(reading.emitted())
-        if labels is not None:
+        if reading.labels is not None:
             nll_sum = sum((emitted[0] for emitted in emissions), torch.zeros((), device=carried.device))
             n_scored = reading.count_scored()
             items = n_scored.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             fields |= {"loss": nll_sum / items, "nll_sum": nll_sum, "n_scored": n_scored}
-        if place is None or not emissions:
+        if not kept:
             return None, fields
-        where = torch.cat([reading.kept(cell, place, width)[2] for cell in reading.cells])
+        where = torch.cat([kept[id(cell)][2] for cell in reading.cells])
         values = torch.cat([emitted[-1] for emitted in emissions])
         batch = len(reading.read)
         empty = values.new_zeros(batch * width, *values.shape[1:])
@@ -110,6 +107,8 @@ class RecurrentForCausalLM(_TokenModel):
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them.
 
+        With labels and gradients enabled, the gradients are computed already here: evaluate under `torch.no_grad()`.
+
         Args:
             input_ids: the documents' tokens, [B, N], of any length.
             attention_mask: 0 where a row is padded, left or right.
@@ -126,7 +125,7 @@ class RecurrentForCausalLM(_TokenModel):
             input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=False
         )
         columns, width, order = _columns_to_keep(logits_to_keep, input_ids.shape[1])
-        logits, fields = self._run(reading, labels, columns, width, num_items_in_batch)
+        logits, fields = self._run(reading, columns, width, num_items_in_batch)
         if logits is not None and order is not None:
             logits = logits[:, order.to(logits.device)]
         return RecurrentOutput(logits=logits, **fields)
@@ -169,12 +168,16 @@ class RecurrentModel(_TokenModel):
         reading = self._plan(
             input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
         )
-        hidden, fields = self._run(reading, None, *_columns(reading, state))
+        hidden, fields = self._run(reading, *_columns(reading, state))
         return RecurrentOutput(last_hidden_state=hidden, **fields)
 
 
 class _LabelledEncoder(_TokenModel):
     """Encoders with logits and labels for every token."""
+
+    def _gives_logits(self, labels: Tensor | None) -> bool:
+        """Whether logits are given when the call does not say."""
+        return labels is None
 
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs).logits[:, start:]
@@ -207,15 +210,16 @@ class _LabelledEncoder(_TokenModel):
             use_state: False removes the state: every window stands alone, as with the base model.
             final: the documents end here. Give False for every piece but the last when reading in pieces: a window is
                 given out and scored once it is complete, so outputs then start where `emitted` says.
-            return_logits: give logits beside the loss; without labels they are always given.
+            return_logits: give logits beside the loss; without labels they are always given, and a classifier's also
+                where no gradients are computed, since they are small and evaluation wants them.
             num_items_in_batch: divide the loss by this instead of the number of scored targets.
         """
         checks.token_types(token_type_ids)
-        outputs = labels is None if return_logits is None else return_logits
+        outputs = self._gives_logits(labels) if return_logits is None else return_logits
         reading = self._plan(
             input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=final
         )
-        logits, fields = self._run(reading, labels, *_columns(reading, state), num_items_in_batch)
+        logits, fields = self._run(reading, *_columns(reading, state), num_items_in_batch)
         return RecurrentOutput(logits=logits, **fields)
 
 
@@ -230,6 +234,9 @@ class RecurrentForTokenClassification(_LabelledEncoder):
 
     auto_class = AutoModelForTokenClassification
 
+    def _gives_logits(self, labels: Tensor | None) -> bool:
+        return labels is None or not torch.is_grad_enabled()
+
     @property
     def _num_classes(self) -> int:
         return len(self.config.id2label)  # type: ignore[arg-type]
@@ -239,6 +246,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
     """A classifier of whole documents: the first token's final state, max-pooled over windows (section 5.4)."""
 
     auto_class = AutoModelForSequenceClassification
+    accepts_loss_kwargs = False  # one label a document: `Trainer` may average by itself
 
     @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
@@ -290,13 +298,21 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         return RecurrentOutput(loss=loss, logits=logits, emitted=emitted, state=state)
 
 
+def _nll_sum(scores: Tensor, targets: Tensor) -> Tensor:
+    """The summed negative log-likelihood, in float32 at least."""
+    exact = scores.to(torch.promote_types(scores.dtype, torch.float32)).flatten(0, 1)
+    return F.cross_entropy(exact, targets.to(exact.device).flatten(), ignore_index=IGNORE, reduction="sum")
+
+
 def _columns_to_keep(logits_to_keep: int | Tensor, width: int) -> tuple[Tensor, int, Tensor | None]:
     """For each input column its output column or -1; the number of output columns; and how to order them at last."""
     if isinstance(logits_to_keep, Tensor):
-        listed, order = logits_to_keep.cpu().unique(return_inverse=True)
+        listed, order = (logits_to_keep.cpu() % width).unique(return_inverse=True)
         columns = torch.full((width,), -1)
         columns[listed] = torch.arange(len(listed))
         return columns, len(listed), order
+    if logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep={logits_to_keep}: give 0 for all columns, n for the last n, or a tensor.")
     kept = min(logits_to_keep, width) or width
     return torch.arange(width).sub(width - kept).clamp(min=-1), kept, None
 

@@ -158,8 +158,8 @@ def _enter(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs:
     carry = kwargs.get("carry")
     if carry is None or number not in carry.slots:
         return None
-    slots = carry.slots[number]
     weight = next(layer.parameters())
+    slots = carry.slots[number].to(weight.dtype)
     if weight.device.type != "meta":  # offloaded weights come to the input, others are met where they are
         slots = slots.to(weight.device)
     if norm is not None:

@@ -58,7 +58,7 @@ class _Program(bptt.Program):
 
     def advance(self, cell: Cell, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
         reading, model = self.reading, self.model
-        everyone = cell.rows == list(range(len(table)))
+        everyone = len(cell.rows) == len(table)
         carry = insertion.Carry()
         if cell.has_state:
             carried = table if everyone else table.index_select(0, reading.index(cell.rows))
@@ -66,7 +66,7 @@ class _Program(bptt.Program):
                 carried = torch.where(reading.index(cell.cut)[:, None, None, None], carried.detach(), carried)
             carry.slots = model._slots(carried)
         ids, mask = reading.inputs(cell)
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "carry": carry}
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "carry": carry, "return_dict": True}
         if reading.causal:
             inputs["use_cache"] = False
         emitted: bptt.Emission = ()
@@ -160,7 +160,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             always={parameter for parameter in self.recurrence.parameters() if parameter.requires_grad},
             loss_only=loss_only,
             keep_graph=self.config.recurrence.keep_graph,
-            seeds=bptt.draw_seeds(len(reading.cells)) if self.training else None,
+            seeds=bptt.draw_seeds(len(reading.cells)) if any(m.training for m in self.modules()) else None,
+            devices={parameter.device for parameter in self.parameters()},
         )
         return bptt.unroll(plan, reading.before.carried.to(self.recurrence.weight))
 
@@ -205,6 +206,9 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def get_output_embeddings(self) -> Any:
         return self.base.get_output_embeddings()
 
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.base.set_output_embeddings(value)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Recurrence):
             module.reset_parameters()
@@ -222,6 +226,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Save as every Hugging Face model does; nothing half-written is ever seen at `save_directory`."""
+        if not kwargs.get("is_main_process", True):
+            return super().save_pretrained(save_directory, **kwargs)
         with checkpoints.written_beside(save_directory) as beside:
             super().save_pretrained(beside, **kwargs)
 

@@ -2,8 +2,8 @@
 """From a padded batch, and the state it goes on from, to the windows that are run: rows, positions, targets.
 
 Padding is taken away first, so that positions count real tokens. Each row then has its own schedule; what runs
-together is a `Cell`: the next window of every row that still has one. All lengths are known on the host, so planning
-never waits for the device. Causal windows are padded on the right without a mask (no real position sees the
+together is a `Cell`: the next window of every row that still has one. Lengths are read from the device once; planning
+is done on the host. Causal windows are padded on the right without a mask (no real position sees the
 padding); encoder windows get prefix, suffix and mask.
 
 Coordinates: a *token* index counts from the document's start, a *position* from the window's start (prefix included),
@@ -97,18 +97,20 @@ class Reading:
             new = mask.sum(dim=1)
             self.source = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(new.max())]
         self.length: list[int] = (self.before.read + new).tolist()
-        earlier = self.before.labels
-        if labels is not None and earlier is None:
-            earlier = torch.full_like(self.before.tokens, IGNORE)
         self.tokens = self._join(self.before.tokens, input_ids)
-        self.labels = None if labels is None or earlier is None else self._join(earlier, labels)
+        self.labels = None
+        if labels is not None or self.before.labels is not None:  # labels still pending are scored in any case
+            earlier = self.before.labels
+            if earlier is None:
+                earlier = torch.full_like(self.before.tokens, IGNORE)
+            self.labels = self._join(earlier, torch.full_like(input_ids, IGNORE) if labels is None else labels)
 
     def _join(self, earlier: Tensor, new: Tensor) -> Tensor:
-        """Pending columns in front of the new ones, row by row; without either, nothing is copied."""
+        """Pending columns in front of the new ones, row by row."""
         if self.source is not None:
             new = new.gather(1, self.source.to(new.device))
-        if not earlier.shape[1]:
-            return new
+        if not earlier.shape[1]:  # a copy: windows may be run again after the caller has reused the memory
+            return new if self.source is not None else new.clone()
         both = torch.cat([earlier.to(new.device), new], dim=1)
         pending = self.before.pending[:, None]
         columns = torch.arange(both.shape[1]).expand(len(both), -1)
@@ -130,15 +132,16 @@ class Reading:
         started = self.before.started.tolist()
         for step in range(max(map(len, self.schedules), default=0)):
             rows = [row for row, windows in enumerate(self.schedules) if step < len(windows)]
-            stateful = [row for row in rows if self.use_state and (step > 0 or started[row])]
-            for group in (stateful, [row for row in rows if row not in set(stateful)]):
+            carried = [self.use_state and (step > 0 or started[row]) for row in rows]
+            for has_state in (True, False):
+                group = [row for row, carries in zip(rows, carried, strict=True) if carries == has_state]
                 if group:
                     windows = [self.schedules[row][step] for row in group]
                     finished = [self._finished(row, w) for row, w in zip(group, windows, strict=True)]
                     number = [w.start // (self.room - self.overlap) for w in windows]
                     cut = [bptt_windows is not None and n % bptt_windows == 0 for n in number]
                     width = max(w.end - w.start for w in windows) + len(self.prefix) + len(self.suffix)
-                    cells.append(Cell(group, windows, group is stateful, finished, cut, width))
+                    cells.append(Cell(group, windows, has_state, finished, cut, width))
         return cells
 
     def _finished(self, row: int, window: Window) -> bool:
@@ -240,8 +243,11 @@ class Reading:
         """For each row the tokens whose outputs this call gives."""
         if self.causal:
             return list(zip(self.read, self.length, strict=True))
-        nothing = [(read, read) for read in self.read]
-        return [(w[0].score_from, w[-1].score_to) if w else n for w, n in zip(self.schedules, nothing, strict=True)]
+        ranges = []
+        for first, windows in zip(self.first, self.schedules, strict=True):
+            reached = first + (self.overlap + 1) // 2 if first else 0
+            ranges.append((windows[0].score_from, windows[-1].score_to) if windows else (reached, reached))
+        return ranges
 
     def place(self, columns: Tensor | None) -> Tensor:
         """Where each packed column's output goes, [B, M]; -1 for nowhere.

@@ -44,7 +44,7 @@ class Recurrence(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The last linear layer's weight: states live on its device, in its precision."""
-        return self.networks[0].get_submodule(str(2 * len(self.config.hidden_sizes))).get_parameter("weight")
+        return self.networks[0][-1].weight  # type: ignore[index]
 
     @property
     def mixes_layers(self) -> bool:

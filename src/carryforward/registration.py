@@ -45,16 +45,16 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
         if fullname != _AUTO:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
+            spec.loader = _ThenRegister(spec.loader, self)
         return spec
 
 
 class _ThenRegister(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, watcher: _Watcher):
         self.loader = loader
+        self.watcher = watcher
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -62,5 +62,7 @@ class _ThenRegister(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.loader  # leave no trace
+        if self.watcher in sys.meta_path:
+            sys.meta_path.remove(self.watcher)
         self.loader.exec_module(module)
         register()

@@ -62,23 +62,32 @@ class State:
         """One batch out of several; they must belong to the same model, window and overlap."""
         if not states:
             raise ValueError("State.cat needs at least one state.")
-        if len({(s.signature, s.ended, s.labels is None, s.summary is None) for s in states}) > 1:
+        if len({(s.signature, s.ended) for s in states}) > 1:
             raise ValueError(
-                "These states do not belong together: they come from different models, windows, overlaps or tasks: "
-                + "; ".join(sorted({s.signature for s in states}))
+                "These states do not belong together: they come from different models, windows or overlaps, or some "
+                "have ended: " + "; ".join(sorted({f"{s.signature}{', ended' * s.ended}" for s in states}))
             )
         width = max(s.tokens.shape[1] for s in states)
+        names = {name: value for s in states for name, value in s._tensors().items()}
         merged: dict[str, Any] = {}
-        for name, first in states[0]._tensors().items():
-            parts = [getattr(s, name).to(first.device) for s in states]
+        for name, example in names.items():
+            parts = [s._value(name, example).to(states[0].carried.device, copy=False) for s in states]
             if name in ("tokens", "labels"):
                 parts = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in parts]
-            merged[name] = torch.cat(parts)
+            merged[name] = torch.cat(parts).to(example.device)
         return dataclasses.replace(states[0], **merged)
+
+    def _value(self, name: str, example: Tensor) -> Tensor:
+        """A field, or what stands for it where this state has none: no label, no window classified yet."""
+        if getattr(self, name) is not None:
+            return getattr(self, name)
+        if name == "labels":
+            return torch.full_like(self.tokens, -100)
+        return example.new_full((len(self), *example.shape[1:]), -torch.inf)
 
     def detach(self) -> "State":
         """The same state, through which no gradient flows."""
-        return self._map(Tensor.detach)
+        return self._map(lambda x: x.clone() if x.is_inference() else x.detach())
 
     def to(self, device: torch.device | str) -> "State":
         """The same state on another device; the counts stay on the CPU, where windows are planned."""
