@@ -30,6 +30,7 @@ import carryforward as cf
         ({"window": 8, "slots": 0}, "slots=0 must be"),
         ({"window": 8, "bptt_windows": 0}, "bptt_windows=0 must be None or at least 1"),
         ({"window": 8, "hidden_sizes": [200, 0]}, "hidden_sizes=.200, 0. must be positive integers"),
+        ({"window": 8, "hidden_sizes": 200}, "hidden_sizes=200 must be a list of integers"),
         ({"window": 8, "prefix": [1]}, "prefix and suffix are for encoders; gpt2 is causal"),
     ],
 )
@@ -114,6 +115,7 @@ IDS = tiny.documents(2, 20)
         ({"input_ids": IDS.clone().fill_(-1)}, "token id -1;"),
         ({"labels": IDS[:, :-1]}, r"labels has shape \[2, 19\], input_ids \[2, 20\]"),
         ({"labels": IDS.clone().fill_(-1)}, "labels holds -1; accepted are 0 to 66, and -100"),
+        ({"logits_to_keep": -1}, "logits_to_keep=-1: give 0"),
         ({"overlap": 8}, "overlap=8 must be at least 0 and smaller"),
     ],
 )
@@ -215,6 +217,32 @@ def test_saving_over_an_older_model_replaces_it(saved):
     assert (saved / "notes.txt").read_text() == "mine"
     assert not (saved / "model-00001-of-00002.safetensors").exists()
     assert hf.AutoModelForCausalLM.from_pretrained(saved)(IDS).logits.equal(model(IDS).logits)
+
+
+def test_saving_leaves_alone_what_is_not_its_own(saved, monkeypatch):
+    """Other ranks' calls, other variants and other people's files, by whatever path the folder is named."""
+    model = tiny.recurrent("gpt2")
+    model.save_pretrained(saved, is_main_process=False)
+    assert (saved / "model.safetensors").exists()
+    (saved / "model-ema.safetensors").write_bytes(b"mine")
+    model.save_pretrained(saved, variant="fp16")
+    (saved.parent / "link").symlink_to(saved)
+    model.save_pretrained(saved.parent / "link")
+    monkeypatch.chdir(saved)
+    model.save_pretrained(".", max_shard_size="20KB")
+    names = {path.name for path in saved.iterdir()}
+    assert {"model.fp16.safetensors", "model-ema.safetensors", "model.safetensors.index.json", "config.json"} <= names
+    assert "model.safetensors" not in names, "it was an earlier save in one piece"
+    assert not any(name.startswith(".") for name in names)
+    assert hf.AutoModelForCausalLM.from_pretrained(saved)(IDS).logits.equal(model(IDS).logits)
+    assert hf.AutoModelForCausalLM.from_pretrained(saved, variant="fp16")(IDS).logits.equal(model(IDS).logits)
+
+
+def test_a_checkpoint_with_a_piece_missing(saved):
+    tiny.recurrent("gpt2").save_pretrained(saved, max_shard_size="20KB")
+    next(saved.glob("model-00002-*")).unlink()
+    with pytest.raises(ValueError, match="model-00002"):
+        hf.AutoModelForCausalLM.from_pretrained(saved)
 
 
 def test_saving_to_a_file_is_refused(saved):

@@ -39,7 +39,7 @@ def test_logits_to_keep():
     whole = model(IDS).logits
     for kept in (1, 5, 20, 37, 99):
         assert_close(model(IDS, logits_to_keep=kept).logits, whole[:, -kept:])
-    columns = torch.tensor([30, 2, 2, 17])
+    columns = torch.tensor([30, 2, 2, 17, -1, 36])
     assert_close(model(IDS, logits_to_keep=columns).logits, whole[:, columns])
     mask = torch.ones_like(IDS)
     mask[0, :9] = 0
@@ -227,6 +227,55 @@ def test_trainer_trains_it(tmp_path):
     assert trainer.evaluate()["eval_loss"] < before
 
 
+@pytest.mark.parametrize("head", ["sequence", "token"])
+def test_trainer_trains_and_evaluates_classifiers(head, tmp_path):
+    model = tiny.recurrent("bert", head).train()
+    documents = tiny.documents(8, 30)
+    labels = documents[:, 0] % 3 if head == "sequence" else documents % 3
+    rows = [{"input_ids": row, "labels": label} for row, label in zip(documents, labels, strict=True)]
+    arguments = hf.TrainingArguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = hf.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    predictions = trainer.predict(rows).predictions
+    assert predictions.shape == ((8, 3) if head == "sequence" else (8, 30, 3))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_embeddings_can_be_resized_before_and_after(name, tmp_path):
+    model = tiny.recurrent(name)
+    model.resize_token_embeddings(tiny.VOCABULARY + 5)
+    ids = torch.full((1, 20), tiny.VOCABULARY + 4)
+    assert model(ids).logits.shape[-1] == tiny.VOCABULARY + 5
+    model.save_pretrained(tmp_path)
+    assert_close(type(model).from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+    base = tiny.base(name)
+    base.resize_token_embeddings(tiny.VOCABULARY + 5)
+    assert cf.add_recurrence(base, window=8, prefix=())(ids).logits.shape[-1] == tiny.VOCABULARY + 5
+
+
+def test_the_same_model_wrapped_twice():
+    base = tiny.base("gpt2")
+    first = cf.add_recurrence(base, window=8, insert_at="all")
+    expected = first(IDS).logits
+    cf.add_recurrence(base, window=8)
+    assert first(IDS).logits.equal(expected)
+
+
+def test_double_precision_is_double():
+    results = []
+    for keep_graph in (False, True):
+        model = tiny.recurrent("gpt2", keep_graph=keep_graph).double()
+        out = model(IDS, labels=IDS)
+        out.loss.backward()
+        results.append(tiny.gradients(model))
+        assert out.loss.dtype == torch.float64
+    for name in results[0]:
+        assert_close(results[0][name], results[1][name], rtol=1e-10, atol=1e-14)
+
+
 def test_import_is_instant_and_auto_classes_still_know_the_models(tmp_path):
     """Without importing torch or transformers; the registration follows when the Auto classes are imported."""
     tiny.recurrent("gpt2").save_pretrained(tmp_path)
@@ -242,6 +291,13 @@ assert set(carryforward.__all__) <= set(dir(carryforward))
 assert all(getattr(carryforward, name) for name in carryforward.__all__)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+    after = f"""
+import carryforward, importlib.util
+importlib.util.find_spec("transformers.models.auto.modeling_auto")
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+"""
+    subprocess.run([sys.executable, "-c", after], check=True)
     after = f"""
 from transformers import AutoModelForCausalLM
 import carryforward

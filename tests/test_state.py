@@ -122,6 +122,43 @@ def test_an_ended_document_cannot_go_on():
         model(tiny.documents(1, 5), state=out.state)
 
 
+def test_encoders_of_different_age_read_on_together():
+    """One has labels pending or a window classified, the other has not."""
+    model = tiny.recurrent("bert")
+    ids = tiny.documents(2, 34)
+    states = [model(ids[:1, :4], final=False).state, model(ids[1:, :20], labels=ids[1:, :20], final=False).state]
+    more = tiny.documents(2, 9, 5)
+    together = model(more, labels=more, state=cf.State.cat(states))
+    alone = [model(more[i : i + 1], labels=more[i : i + 1], state=state) for i, state in enumerate(states)]
+    assert_close(together.nll_sum, alone[0].nll_sum + alone[1].nll_sum)
+    assert together.n_scored == alone[0].n_scored + alone[1].n_scored
+
+    model = tiny.recurrent("bert", "sequence")
+    states = [model(ids[:1, :4], final=False).state, model(ids[1:, :20], final=False).state]
+    together = model(more, state=cf.State.cat(states)).logits
+    for i, state in enumerate(states):
+        assert_close(together[i : i + 1], model(more[i : i + 1], state=state).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_pending_labels_are_scored_even_if_the_next_piece_has_none():
+    model = tiny.recurrent("bert")
+    ids = tiny.documents(2, 37)
+    whole = model(ids, labels=ids)
+    first = model(ids, labels=ids, final=False)
+    last = model(state=first.state)
+    assert first.n_scored + last.n_scored == whole.n_scored == 74
+    assert_close(first.nll_sum + last.nll_sum, whole.nll_sum)
+    assert last.logits is not None
+
+
+def test_a_state_from_inference_mode_can_be_trained_on(model):
+    ids = tiny.documents(1, 30)
+    with torch.inference_mode():
+        state = model(ids[:, :20]).state
+    model(ids[:, 20:], labels=ids[:, 20:], state=state.detach()).loss.backward()
+    assert model.recurrence.weight.grad is not None
+
+
 def test_a_state_read_without_recurrence_carries_nothing(model):
     """With the state removed for the first piece, the second starts as a document's first window does."""
     ids = tiny.documents(1, 30)

@@ -159,6 +159,28 @@ def test_frozen_base_trains_the_recurrence_alone():
     tiny.assert_same_gradients(results[0][1], results[1][1])
 
 
+def test_dropout_that_only_the_base_model_has_switched_on():
+    results = []
+    for keep_graph in (False, True):
+        model = tiny.recurrent("gpt2", keep_graph=keep_graph).eval()
+        model.base.train()
+        torch.manual_seed(5)
+        results.append(step(model))
+    assert_close(results[0][0], results[1][0])
+    tiny.assert_same_gradients(results[0][1], results[1][1])
+
+
+def test_memory_that_is_reused_before_backward_does_no_harm():
+    model = tiny.recurrent("gpt2")
+    model(IDS).logits.square().mean().backward()
+    expected = tiny.gradients(model)
+    ids = IDS.clone()
+    loss = model(ids).logits.square().mean()
+    ids.fill_(5)
+    loss.backward()
+    tiny.assert_same_gradients(expected, tiny.gradients(model))
+
+
 def test_backward_twice_through_a_retained_graph():
     model = tiny.recurrent("gpt2")
     loss = model(IDS, labels=IDS).loss
@@ -220,9 +242,9 @@ def _worker(rank: int, port: int, keep_graph: bool, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     model = tiny.recurrent("gpt2", keep_graph=keep_graph)
     parallel = DistributedDataParallel(model)
-    # one rank has documents of a single window, whose recurrence module takes no part
-    ids = IDS[:1, :6] if rank == 0 else IDS[1:]
-    for _ in range(2):
+    # one rank has documents of a single token, then of a single window: not everything takes part there
+    for length in (1, 6):
+        ids = IDS[:1, :length] if rank == 0 else IDS[1:]
         model.zero_grad()
         parallel(ids, labels=ids).loss.backward()
     torch.save(tiny.gradients(model), f"{folder}/{rank}.pt")
