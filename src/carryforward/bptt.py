@@ -32,6 +32,7 @@ class Program(Protocol):
     """What is unrolled. `table` holds the state of every row, [B, ...]; a cell reads and replaces some rows of it."""
 
     cells: Sequence[Any]
+    inputs: Sequence[Tensor]  # what cells read beside the table; must not change before they are run again
 
     def advance(self, cell: Any, table: Tensor, head: bool) -> tuple[Emission, Tensor]:
         """Run one cell. Without `head` only the new table is wanted, and the emission may be empty."""
@@ -120,7 +121,8 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan: Plan, table: Tensor, *parameters: Tensor):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*parameters)  # so that changing them before `backward` is an error, as it always is
+        # so that changing any of them before `backward` is an error, as it always is
+        ctx.save_for_backward(*parameters, *plan.program.inputs)
         ctx.sweep = sweep = _Sweep(plan, table.device)
         emissions, table = sweep.first_pass(table.detach())
         ctx.prepaid = None
@@ -132,7 +134,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients: Tensor | None):
-        parameters = ctx.saved_tensors
+        parameters = ctx.saved_tensors[: len(ctx.sweep.plan.parameters)]
         *emitted, table = gradients
         total: _Gradients | None = None
         if ctx.prepaid is not None and emitted[0] is not None:

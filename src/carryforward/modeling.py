@@ -55,6 +55,7 @@ class _Program(bptt.Program):
         self.reading = reading
         self.emit = emit
         self.cells = reading.cells
+        self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
 
     def advance(self, cell: Cell, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
         reading, model = self.reading, self.model

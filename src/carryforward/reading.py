@@ -106,11 +106,11 @@ class Reading:
             self.labels = self._join(earlier, torch.full_like(input_ids, IGNORE) if labels is None else labels)
 
     def _join(self, earlier: Tensor, new: Tensor) -> Tensor:
-        """Pending columns in front of the new ones, row by row."""
+        """Pending columns in front of the new ones, row by row; with neither these nor padding, nothing is copied."""
         if self.source is not None:
             new = new.gather(1, self.source.to(new.device))
-        if not earlier.shape[1]:  # a copy: windows may be run again after the caller has reused the memory
-            return new if self.source is not None else new.clone()
+        if not earlier.shape[1]:
+            return new
         both = torch.cat([earlier.to(new.device), new], dim=1)
         pending = self.before.pending[:, None]
         columns = torch.arange(both.shape[1]).expand(len(both), -1)
