@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients under everything people put on top of a training step, and the ways in which that has gone wrong."""
 
+import gc
 import os
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import carryforward as cf
+from carryforward import bptt
+from carryforward.reading import Reading
 
 BOTH = pytest.mark.parametrize("keep_graph", [False, True], ids=["recomputed", "kept"])
 IDS = tiny.documents(2, 37)
@@ -187,6 +190,21 @@ def test_backward_twice_through_a_retained_graph():
     once = tiny.gradients(model)
     loss.backward()
     tiny.assert_same_gradients(once, tiny.gradients(model))
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["trained", "forward only"])
+@pytest.mark.parametrize("labels", [IDS, None], ids=["loss", "logits"])
+def test_a_step_leaves_nothing_behind(labels, backward):
+    """Neither its states nor the gradients that were waiting: a cycle through autograd would never be collected."""
+    model = tiny.recurrent("gpt2")
+    gc.collect()
+    for _ in range(2):
+        out = model(IDS, labels=labels)
+        if backward:
+            (out.logits.mean() if labels is None else out.loss).backward()
+        del out
+    gc.collect()
+    assert not [held for held in gc.get_objects() if type(held) in (bptt._Sweep, Reading)]
 
 
 def test_a_weight_changed_before_backward_is_an_error():

@@ -128,8 +128,9 @@ class _Recomputed(torch.autograd.Function):
         ctx.prepaid = None
         if plan.loss_only:
             ctx.prepaid = sweep.second_pass(None, None, prepay=True)
-            return sweep.loss, sweep.table
-        return *(tensor for emitted in emissions for tensor in emitted), table
+            table, emissions = sweep.table, [(sweep.loss,)]
+        # Tensors of their own: what is returned knows this node, and what the node holds must not know it back.
+        return *(tensor.detach() for emitted in emissions for tensor in emitted), table.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

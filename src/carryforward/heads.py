@@ -124,7 +124,7 @@ class RecurrentForCausalLM(_TokenModel):
         reading = self._plan(
             input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=False
         )
-        columns, width, order = _columns_to_keep(logits_to_keep, input_ids.shape[1])
+        columns, width, order = _columns_to_keep(logits_to_keep, reading.width) if outputs else (None, 0, None)
         logits, fields = self._run(reading, columns, width, num_items_in_batch)
         if logits is not None and order is not None:
             logits = logits[:, order.to(logits.device)]
@@ -319,6 +319,8 @@ def _columns_to_keep(logits_to_keep: int | Tensor, width: int) -> tuple[Tensor, 
 
 def _columns(reading: Reading, state: State | None) -> tuple[Tensor | None, int]:
     """Outputs have the layout of the input, unless an encoder reads in pieces: then they stand one behind the other."""
+    if not reading.outputs:
+        return None, 0
     if reading.causal or (state is None and reading.final):
         return torch.arange(reading.width), reading.width
     return None, max(end - begin for begin, end in reading.emitted())
