@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peak memory of one training step against the length of the document.
+
+A step is a forward call with labels and its backward pass, on one document, with the gradients of an earlier step
+already there and no optimizer. Three ways of training on the same number of tokens are compared: a recurrent model
+that recomputes its windows (the default), one that keeps their graph, and the plain Hugging Face model on the whole
+document at once. Attention dropout is off, so that the plain model gets the attention kernels whose memory is linear
+in the length: the harder comparison.
+
+What is measured is the peak during the step above what was in use before it: weights, gradients and the document are
+there already. On a GPU the allocator counts exactly. On a CPU it is the resident set of the process, made sharp by
+having malloc give freed blocks straight back to the system. Every case has a process of its own.
+
+    python benchmarks/memory.py --device cpu
+    python benchmarks/memory.py --figure benchmarks/results/memory-cpu.json
+"""
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SEED = 0
+RECOMPUTED, KEPT, PLAIN = MODES = "recomputed", "kept graph", "plain, full length"
+SHAPES = {
+    "cpu": {"window": 128, "vocab_size": 8192, "n_embd": 256, "n_layer": 6, "n_head": 4},  # 7 M parameters
+    "cuda": {"window": 300, "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},  # GPT-2 small
+}
+LIMIT_GB = {"cpu": 10.0, "cuda": math.inf}  # a GPU says itself when it is full; a CPU would take the machine down
+# Blocks of a page or more are mapped one by one and leave the resident set when they are freed; the rest is one heap
+# that shrinks as soon as it can. This brings repeated figures from 1 % apart to 0.3 %.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "4096",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_TOP_PAD_": "0",
+    "MALLOC_ARENA_MAX": "1",
+}
+QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
+
+
+# --- one case, in a process of its own ---------------------------------------------------------------------------
+
+
+def measure(device: str, bf16: bool, mode: str, windows: int) -> dict[str, Any]:
+    """Run one step and say what it took."""
+    import torch
+
+    torch.manual_seed(SEED)
+    window = SHAPES[device]["window"]
+    model = build(device, mode, max(windows, 2) * window)
+    ids = torch.randint(SHAPES[device]["vocab_size"], (1, windows * window), device=device)
+
+    def step(tokens: int) -> float:
+        with torch.autocast(device, torch.bfloat16) if bf16 else contextlib.nullcontext():
+            loss = model(ids[:, :tokens], labels=ids[:, :tokens]).loss
+        loss.backward()
+        return loss.item()
+
+    case = {"mode": mode, "windows": windows, "tokens": ids.shape[1]}
+    try:
+        step(2 * window)  # the gradients, and what libraries allocate on first use
+        gc.collect()
+        torch.manual_seed(SEED)
+        peak_above = watch(device)
+        begin = time.perf_counter()
+        loss = step(ids.shape[1])
+        seconds = time.perf_counter() - begin
+        peak = peak_above()
+    except torch.OutOfMemoryError:
+        return case | {"skipped": "out of memory"}
+    states = 0 if mode == PLAIN else windows * math.prod(model.config.state_shape) * model.recurrence.weight.itemsize
+    figures = {"peak_bytes": peak, "states_bytes": states, "beyond_states_bytes": peak - states}
+    return case | figures | {"seconds": round(seconds, 2), "loss": loss}
+
+
+def build(device: str, mode: str, length: int) -> Any:
+    """The same base model for all; only the plain one needs a position for every token."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from carryforward import add_recurrence
+
+    shape = dict(SHAPES[device])
+    window = shape.pop("window")
+    positions = length if mode == PLAIN else window
+    config = GPT2Config(**shape, n_positions=positions, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    base = GPT2LMHeadModel(config).to(device).train()
+    return base if mode == PLAIN else add_recurrence(base, window=window, keep_graph=mode == KEPT)
+
+
+def watch(device: str) -> Callable[[], int]:
+    """Start watching; the function given back says the peak since, in bytes above what is in use now."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        return lambda: torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks, or building the model might hide the step's
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What the figures depend on beside this file."""
+    import torch
+    import transformers
+
+    import carryforward
+
+    if device == "cuda":
+        hardware = torch.cuda.get_device_name()
+    else:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        hardware = f"{name}, {torch.get_num_threads()} threads"
+    packages = {module.__name__: module.__version__ for module in (torch, transformers, carryforward)}
+    return {"hardware": hardware, "versions": {"python": platform.python_version(), **packages}}
+
+
+# --- all cases ---------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run every case that fits, and write what is known after each."""
+    out = args.out or HERE / "results" / f"memory-{args.device}{'-bf16' if args.bf16 else ''}.json"
+    limit = LIMIT_GB[args.device] if args.limit_gb is None else args.limit_gb
+    report: dict[str, Any] = {
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": args.device,
+        "seed": SEED,
+        "precision": "bfloat16 autocast" if args.bf16 else "float32",
+        "config": SHAPES[args.device] | {"batch": 1, "attn_pdrop": 0.0},
+        "cases": [],
+    }
+    for mode in MODES:
+        expected = 0.0  # bytes per window, by the case before, where memory grows with their number
+        for windows in sorted(args.windows):
+            if expected * windows > limit * 1e9:
+                case = {"mode": mode, "windows": windows, "tokens": windows * SHAPES[args.device]["window"]}
+                case["skipped"] = f"about {expected * windows / 1e9:.2g} GB expected, the limit is {limit:g} GB"
+            else:
+                answer = in_a_process(args, mode, windows)
+                case = answer["case"]
+                report |= answer["environment"]
+                expected = 0.0 if mode == RECOMPUTED else case.get("peak_bytes", 0) / windows
+            outcome = case.get("skipped") or f"{readable(case['peak_bytes'])} in {case['seconds']:.1f} s"
+            print(f"{mode}, {windows} windows, {case['tokens']} tokens: {outcome}", file=sys.stderr, flush=True)
+            report["cases"].append(case)
+            write(out, report)
+
+
+def in_a_process(args: argparse.Namespace, mode: str, windows: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--device", args.device, "--case", mode, str(windows)]
+    command += ["--bf16"] if args.bf16 else []
+    done = subprocess.run(command, env=os.environ | MALLOC | QUIET, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # the hash, never a tag
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+    return os.environ.get("CARRYFORWARD_COMMIT", "unknown")
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Replace the file as a whole: it is never seen half-written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(report, indent=2) + "\n")
+    os.replace(beside, path)
+
+
+# --- table and figure --------------------------------------------------------------------------------------------
+
+
+def readable(count: float) -> str:
+    if count < 1e6:
+        return f"{count / 1e3:.0f} kB"
+    return f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e6:,.0f} MB"
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: peaks, and how far the recomputed one, less the states, is from that of the shortest document."""
+    cases = {(case["mode"], case["windows"]): case for case in report["cases"]}
+    rows = [["windows", "tokens", *MODES, "states", "recomputed beyond states, relative"]]
+    rows.append(["---:"] * len(rows[0]))
+    counts = sorted({windows for _, windows in cases})
+    shortest = cases[RECOMPUTED, counts[0]]["beyond_states_bytes"]
+    for windows in counts:
+        case = cases[RECOMPUTED, windows]
+        shown = [cases.get((mode, windows), {"skipped": "not run"}) for mode in MODES]
+        peaks = [readable(c["peak_bytes"]) if "peak_bytes" in c else f"({c['skipped']})" for c in shown]
+        ratio = f"{case['beyond_states_bytes'] / shortest:.3f}"
+        rows.append([str(windows), f"{case['tokens']:,}", *peaks, readable(case["states_bytes"]), ratio])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    figure, axes = plt.subplots(figsize=(7.2, 3.9), layout="constrained")
+    for mode, colour, marker in zip(MODES, ("#0b6e4f", "#c8553d", "#6c757d"), "os^", strict=True):
+        cases = [case for case in report["cases"] if case["mode"] == mode and "peak_bytes" in case]
+        windows, peaks = [case["windows"] for case in cases], [case["peak_bytes"] / 1e6 for case in cases]
+        axes.loglog(windows, peaks, color=colour, marker=marker, label=mode, linewidth=2)
+    ticks = sorted({case["windows"] for case in report["cases"]})
+    size = report["config"]["window"]
+    axes.set_xticks(ticks, [f"{count}\n{count * size:,} tokens" for count in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y / 1000:g} GB" if y >= 1000 else f"{y:g} MB"))
+    axes.set_xlabel(f"windows of {size} tokens")
+    axes.set_title("Peak memory of one training step, above weights and gradients", loc="left", fontsize=11)
+    axes.margins(y=0.1)
+    axes.grid(True, which="major", color="#e3e3e3")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Peak memory of one training step.")
+    parser.add_argument("--device", choices=SHAPES, default="cpu")
+    parser.add_argument("--windows", type=int, nargs="+", default=[4, 16, 64, 256])
+    parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
+    parser.add_argument("--limit-gb", type=float, help="skip what is expected to need more (CPU: 10, GPU: no limit)")
+    parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/memory-DEVICE.json)")
+    parser.add_argument("--figure", type=Path, metavar="JSON", help="draw a PNG beside it and print a table")
+    parser.add_argument("--case", nargs=2, metavar=("MODE", "WINDOWS"), help="one case only, printed as a JSON line")
+    args = parser.parse_args()
+    if args.figure:
+        report = json.loads(args.figure.read_text())
+        print(table(report))
+        draw(report, args.figure.with_suffix(".png"))
+    elif args.case:
+        case = measure(args.device, args.bf16, args.case[0], int(args.case[1]))
+        print(json.dumps({"environment": environment(args.device), "case": case}))
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()
