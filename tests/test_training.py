@@ -2,7 +2,7 @@
 """Gradients under everything people put on top of a training step, and the ways in which that has gone wrong."""
 
 import gc
-import os
+from datetime import timedelta
 
 import pytest
 import tiny
@@ -253,10 +253,11 @@ def test_compiled_equals_eager(name, keep_graph):
         tiny.assert_same_gradients(expected, tiny.gradients(model))
 
 
-def _worker(rank: int, port: int, keep_graph: bool, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _worker(rank: int, keep_graph: bool, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    # through a file: a port may be another test's at the same moment
+    limit = timedelta(seconds=90)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=limit)
     model = tiny.recurrent("gpt2", keep_graph=keep_graph)
     parallel = DistributedDataParallel(model)
     # one rank has documents of a single token, then of a single window: not everything takes part there
@@ -270,8 +271,7 @@ def _worker(rank: int, port: int, keep_graph: bool, folder: str) -> None:
 
 @BOTH
 def test_two_ranks_have_equal_and_right_gradients(keep_graph, tmp_path):
-    port = 29500 + os.getpid() % 2000 + keep_graph
-    mp.spawn(_worker, (port, keep_graph, str(tmp_path)), nprocs=2)
+    mp.spawn(_worker, (keep_graph, str(tmp_path)), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     tiny.assert_same_gradients(first, second, tolerance=0)
     model = tiny.recurrent("gpt2")
