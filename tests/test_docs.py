@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation points at code that exists, and its Python examples run."""
 
+import ast
 import importlib.util
 import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,15 +47,38 @@ def test_a_wrong_reference_is_found():
 
 def test_imports_point_one_way():
     """In the order of the list in docs/design.md."""
-    listed = re.findall(r"^(\w+)\.py ", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
-    present = {path.stem for path in anchors.SOURCE.glob("*.py")} - {"__init__"}
-    assert set(listed) == present
+    listed = re.findall(r"^([\w/]+)\.py ", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    present = {path.relative_to(anchors.SOURCE).with_suffix("").as_posix() for path in anchors.SOURCE.rglob("*.py")}
+    assert sorted(listed) == sorted(name for name in present if not name.endswith("__init__"))
     for position, module in enumerate(listed):
-        source = (anchors.SOURCE / f"{module}.py").read_text()
-        imported = set(re.findall(r"^\s*from \.(\w+) import", source, re.MULTILINE))
-        for names in re.findall(r"^\s*from \. import (.+)$", source, re.MULTILINE):
-            imported |= {name.strip() for name in names.split(",")}
-        assert imported <= set(listed[:position]), module
+        assert imports_of(module) <= set(listed[:position]), module
+
+
+def imports_of(module):
+    """The modules of ours that a module imports, as paths from the package."""
+    found = set()
+    for node in ast.walk(ast.parse((anchors.SOURCE / f"{module}.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = Path(module).parents[node.level - 1] / (node.module or "").replace(".", "/")
+            if (anchors.SOURCE / folder).is_dir():
+                found |= {(folder / name.name).as_posix() for name in node.names}
+            else:
+                found.add(folder.as_posix())
+    return {name for name in found if (anchors.SOURCE / f"{name}.py").exists()}
+
+
+def test_every_module_can_be_imported_first():
+    """Whatever a user imports first, the Auto classes know the models afterwards."""
+    modules = {path.relative_to(anchors.SOURCE).with_suffix("") for path in anchors.SOURCE.rglob("*.py")}
+    names = sorted(".".join(module.parts) for module in modules if module.stem not in ("__init__", "__main__"))
+    check = (
+        "import sys, carryforward.{}; from transformers import AutoConfig, AutoModel; AutoModel.register; "
+        "AutoConfig.for_model('carryforward')"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        runs = pool.map(lambda n: subprocess.run([sys.executable, "-c", check.format(n)], capture_output=True), names)
+        failed = {name: run.stderr.decode()[-300:] for name, run in zip(names, runs, strict=True) if run.returncode}
+    assert not failed
 
 
 def test_the_readmes_example_runs(monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ import pickle
 import pytest
 import tiny
 import torch
+import transformers
 from torch.testing import assert_close
 
 import carryforward as cf
@@ -207,7 +208,7 @@ def test_gradient_checkpointing_changes_nothing(name, keep_graph):
 def test_saved_and_reloaded_equals_before(name, head, tmp_path):
     model = tiny.recurrent(name, head, slots=2, insert_at=(1, 3))
     model.save_pretrained(tmp_path / "model")
-    auto = type(model).auto_class
+    auto = getattr(transformers, type(model).auto_class)
     again = auto.from_pretrained(tmp_path / "model").eval()
     assert type(again) is type(model)
     assert again.config.recurrence == model.config.recurrence

@@ -35,7 +35,8 @@ class Program(Protocol):
     inputs: Sequence[Tensor]  # what cells read beside the table; must not change before they are run again
 
     def advance(self, cell: Any, table: Tensor, head: bool) -> tuple[Emission, Tensor]:
-        """Run one cell. Without `head` only the new table is wanted, and the emission may be empty."""
+        """Run one cell. Without `head` only the new table is wanted, and the emission may be empty; a cell that
+        leaves the table as it is then has nothing to do."""
         ...
 
 

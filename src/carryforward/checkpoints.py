@@ -2,6 +2,7 @@
 """Saving without half-written files, and loading without silently missing weights."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+
+logger = logging.getLogger(__name__)
 
 # the names under which transformers writes weights, whole or in pieces, for each variant
 _WEIGHTS = re.compile(r"model(?P<piece>-\d{5}-of-\d{5})?\.safetensors(\.index(\.(?P<index>\w+))?\.json)?|"
@@ -81,3 +84,44 @@ def load_strictly(load: Callable, cls: type, name: Any, *args: Any, **kwargs: An
             "Auto class for that head, or save it again if a file was lost."
         )
     return (model, info) if wants_info else model
+
+
+# --- checkpoints of a training run ---------------------------------------------------------------------------------
+
+_SEAL = "complete.json"
+
+
+def seal(folder: Path) -> None:
+    """Note every file's size, so that `is_complete` can tell a checkpoint that was cut short."""
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    (folder / _SEAL).write_text(json.dumps(sizes, indent=1))
+
+
+def is_complete(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / _SEAL).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, json.JSONDecodeError):
+        return False
+
+
+def of_run(run: Path) -> list[Path]:
+    """The checkpoints of a run, complete or not, oldest first."""
+    found = [(int(match[1]), path) for path in run.glob("checkpoint-*") if (match := re.search(r"-(\d+)$", path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def latest(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run; what is incomplete is passed over with a warning."""
+    for path in reversed(of_run(run)):
+        if is_complete(path):
+            return path
+        logger.warning("%s is incomplete and is passed over.", path)
+    return None
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint; it is out of sight before the first file goes."""
+    hidden = folder.with_name(f".{folder.name}.discarded")
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)

@@ -10,13 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.utils import can_return_tuple
 
@@ -85,7 +78,7 @@ class _TokenModel(RecurrentPreTrainedModel):
 class RecurrentForCausalLM(_TokenModel):
     """A causal language model that reads documents of any length, window by window, carrying a state."""
 
-    auto_class = AutoModelForCausalLM
+    auto_class = "AutoModelForCausalLM"
 
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs, logits_to_keep=width - start).logits
@@ -134,7 +127,7 @@ class RecurrentForCausalLM(_TokenModel):
 class RecurrentModel(_TokenModel):
     """A model without a head: the hidden states of whole documents."""
 
-    auto_class = AutoModel
+    auto_class = "AutoModel"
 
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs).last_hidden_state[:, start:]
@@ -226,13 +219,13 @@ class _LabelledEncoder(_TokenModel):
 class RecurrentForMaskedLM(_LabelledEncoder):
     """A masked language model that reads documents of any length."""
 
-    auto_class = AutoModelForMaskedLM
+    auto_class = "AutoModelForMaskedLM"
 
 
 class RecurrentForTokenClassification(_LabelledEncoder):
     """A token classifier that reads documents of any length."""
 
-    auto_class = AutoModelForTokenClassification
+    auto_class = "AutoModelForTokenClassification"
 
     def _gives_logits(self, labels: Tensor | None) -> bool:
         return labels is None or not torch.is_grad_enabled()
@@ -245,7 +238,7 @@ class RecurrentForTokenClassification(_LabelledEncoder):
 class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
     """A classifier of whole documents: the first token's final state, max-pooled over windows (section 5.4)."""
 
-    auto_class = AutoModelForSequenceClassification
+    auto_class = "AutoModelForSequenceClassification"
     accepts_loss_kwargs = False  # one label a document: `Trainer` may average by itself
 
     @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from . import bptt, checkpoints, checks, insertion
@@ -59,6 +60,9 @@ class _Program(bptt.Program):
 
     def advance(self, cell: Cell, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
         reading, model = self.reading, self.model
+        passes_on = reading.use_state and any(cell.finished)
+        if not head and not passes_on:
+            return (), table
         everyone = len(cell.rows) == len(table)
         carry = insertion.Carry()
         if cell.has_state:
@@ -75,7 +79,7 @@ class _Program(bptt.Program):
             emitted = self.emit(cell, inputs)
         else:
             model._body(**inputs)
-        if not any(cell.finished) or not reading.use_state:
+        if not passes_on:
             return emitted, table
         new = model.recurrence(carry.take_outputs(), *reading.pooled())
         if everyone and all(cell.finished):
@@ -94,7 +98,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # `num_items_in_batch` is honoured
-    auto_class: ClassVar[Any] = AutoModel
+    auto_class: ClassVar[str] = "AutoModel"  # by name: its import is what `registration` waits for
     _supports_sdpa = True
     _no_split_modules = ["Recurrence"]
 
@@ -104,7 +108,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             base: a loaded model to build on; without it one is made from the config, as `from_pretrained` needs.
         """
         super().__init__(config)
-        self.base = type(self).auto_class.from_config(config.base_config) if base is None else base
+        self.base = getattr(transformers, self.auto_class).from_config(config.base_config) if base is None else base
         if base is not None:
             for module in base.modules():  # `post_init` must not initialise what the user brings
                 module._is_hf_initialized = True  # type: ignore[assignment]

@@ -15,6 +15,7 @@ _AUTO = "transformers.models.auto.modeling_auto"
 
 def register() -> None:
     """Enter the models in transformers' Auto classes."""
+    import transformers
     from transformers import AutoConfig
 
     from . import heads
@@ -28,7 +29,7 @@ def register() -> None:
         heads.RecurrentForTokenClassification,
         heads.RecurrentModel,
     ):
-        cls.auto_class.register(RecurrentModelConfig, cls, exist_ok=True)
+        getattr(transformers, cls.auto_class).register(RecurrentModelConfig, cls, exist_ok=True)
 
 
 def register_when_needed() -> None:

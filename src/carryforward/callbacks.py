@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run in a terminal needs: a progress bar, and an end on request that loses nothing."""
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from . import console
+from .trainer import RecurrentTrainer
+
+
+class StopGently(TrainerCallback):
+    """A first Ctrl-C ends the step and saves; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.requested = self.stopped = False
+
+    def request(self, number: int, frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        console.note("finishing this step, then saving; once more to stop at once")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._anyone(args):
+            control.should_save = control.should_training_stop = True
+            self.stopped = state.global_step < state.max_steps
+
+    def _anyone(self, args: Any) -> bool:
+        """All processes stop together, whichever heard the signal."""
+        if args.world_size == 1:
+            return self.requested
+        heard = torch.tensor(float(self.requested), device=args.device)
+        torch.distributed.all_reduce(heard)
+        return bool(heard > 0)
+
+
+class Show(TrainerCallback):
+    """The progress bar: tokens, rate, loss, validation perplexity, time left."""
+
+    def __init__(self, trainer: RecurrentTrainer):
+        self.trainer = trainer
+        self.bar: console.Bar | None = None
+        self.loss = self.validation = ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            total = self.trainer.tokens_after(state.max_steps)
+            self.bar = console.Bar("training", total, "tokens", done=self.trainer.tokens_after(state.global_step))
+            self.bar.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.set(self.trainer.tokens_after(state.global_step), self.loss + self.validation)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.loss = f"loss {logs['loss']:.3f}"
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.validation = f", validation perplexity {metrics['eval_word_perplexity']:.2f}"
+        if self.bar is not None:
+            tokens = self.trainer.tokens_after(state.global_step)
+            console.note(f"step {state.global_step:,}, {tokens:,} tokens: {self.loss}{self.validation}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.__exit__()
+            self.bar = None

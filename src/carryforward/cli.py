@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: one function per verb. Results go to stdout, everything else to stderr.
+
+torch is imported inside the verbs, so that `--help` answers at once. Exit codes: 0 done, 1 failed, 2 wrong usage,
+130 interrupted.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from .settings import TrainSettings
+
+app = typer.Typer(
+    name="carryforward",
+    help="Recurrence for pretrained transformers: documents of any length, in the memory of one window.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; the entry point `carryforward`."""
+    given = sys.argv[1:] if arguments is None else arguments
+    app(args=_spread(given), prog_name="carryforward")
+
+
+def _spread(arguments: list[str]) -> list[str]:
+    """`--overlap 0 5 10` as `--overlap 0 --overlap 5 --overlap 10`, for the options that take several numbers."""
+    several = {"--overlap", "--learning-rate", "--recurrence-learning-rate", "--insert-at", "--hidden-sizes"}
+    spread: list[str] = []
+    option = None
+    for argument in arguments:
+        if option is not None and spread[-1] != option and _is_number(argument):
+            spread.append(option)
+        elif argument.startswith("-") and not _is_number(argument):
+            option = argument if argument in several else None
+        elif option is not None and not _is_number(argument) and spread[-1] != option:
+            option = None
+        spread.append(argument)
+    return spread
+
+
+def _is_number(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(text)
+        return True
+    return False
+
+
+def _read_config(context: typer.Context, parameter: Any, path: Path | None) -> Path | None:
+    """Settings from a YAML file become defaults; flags on the command line win."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        settings = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise typer.BadParameter(f"{path} must hold `name: value` lines.")
+    settings = {str(name).replace("-", "_"): value for name, value in settings.items()}
+    known = {option.name: option for option in context.command.params}
+    for name, value in settings.items():
+        if name not in known or name == parameter.name:
+            accepted = ", ".join(sorted(str(n) for n in known if n not in ("config", "help")))
+            raise typer.BadParameter(f"{path}: {name!r} is not a setting of this command. It has: {accepted}.")
+        if getattr(known[name], "multiple", False) and not isinstance(value, list):
+            settings[name] = [value]
+    context.default_map = {**(context.default_map or {}), **settings}
+    return path
+
+
+@contextlib.contextmanager
+def _told_plainly() -> Iterator[None]:
+    """What goes wrong is said in a sentence; CARRYFORWARD_DEBUG=1 shows where it happened."""
+    from .console import note, quiet_libraries
+
+    try:
+        with quiet_libraries():
+            yield
+    except (ValueError, OSError, ArithmeticError, ImportError) as error:
+        if os.environ.get("CARRYFORWARD_DEBUG"):
+            raise
+        note(f"error: {error}")
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+    except KeyboardInterrupt as end:
+        note(str(end) or "interrupted")
+        raise typer.Exit(130) from None
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", callback=_read_config, is_eager=True, help="YAML file with settings; flags win."),
+]
+Data = Annotated[str, typer.Option(help="wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl, a Hub name.")]
+TextField = Annotated[str, typer.Option(help="The field that holds the text, in JSON lines and Hub data.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best there is by default.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def _options(settings: type) -> Callable[[Callable], Callable]:
+    """Give a command an option for each field of a dataclass; the command receives the dataclass, filled in."""
+
+    def decorate(command: Callable) -> Callable:
+        hints = get_type_hints(settings)
+        fields = {field.name: field for field in dataclasses.fields(settings)}
+        own = inspect.signature(command).parameters
+        options = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is dataclasses.MISSING else _listed(field.default),
+                annotation=Annotated[
+                    _LISTS.get(hints[field.name], hints[field.name]),
+                    typer.Option(help=field.metadata["help"], rich_help_panel=field.metadata["panel"]),
+                ],
+            )
+            for field in fields.values()
+        ]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            filled = {name: given.pop(name) for name in fields}
+            command(settings(**{n: tuple(v) if isinstance(v, list) else v for n, v in filled.items()}), **given)
+
+        rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in list(own.values())[1:]]
+        required = [option for option in options if option.default is inspect.Parameter.empty]
+        ordered = [*required, *rest, *(option for option in options if option not in required)]
+        run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+        return run
+
+    return decorate
+
+
+# the command line has lists where settings have tuples
+_LISTS: dict[Any, Any] = {
+    tuple[float, ...]: list[float],
+    tuple[int, ...] | None: list[int] | None,
+    tuple[str, ...] | None: list[str] | None,
+}
+
+
+def _listed(default: Any) -> Any:
+    return list(default) if isinstance(default, tuple) else default
+
+
+@app.command()
+@_options(TrainSettings)
+def train(
+    settings: TrainSettings,
+    out: Annotated[Path, typer.Option(help="Folder of the run. The same command again goes on where it stopped.")],
+    config: Config = None,
+    report_to: Annotated[str, typer.Option(help="tensorboard, wandb, ... as Trainer's report_to.")] = "none",
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Fine-tune a model with recurrence, or without it in the same loop."""
+    with _told_plainly():
+        from . import training
+
+        record = training.train(settings, out, report_to=report_to, use_cpu=device == "cpu")
+        if int(os.environ.get("RANK", "0")) == 0:
+            best = record.get("best_word_perplexity")
+            told = f"{out}: {record['tokens']:,} tokens" + (f", validation perplexity {best:.2f}" if best else "")
+            typer.echo(json.dumps(record) if as_json else told)
+
+
+@app.command()
+def evaluate(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Runs, folders, Hub names.")],
+    data: Data,
+    config: Config = None,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    overlap: Annotated[list[int] | None, typer.Option(help="One or several; the trained one by default.")] = None,
+    window: Annotated[int | None, typer.Option(help="For plain models that were not trained here.")] = None,
+    control: Annotated[bool, typer.Option(help="Score recurrent models without their state as well.")] = True,
+    reset_every: Annotated[int | None, typer.Option(help="Empty the state every so many windows.")] = None,
+    text_field: TextField = "text",
+    checksums: Annotated[Path | None, typer.Option(help="Folder of PG-19's published checksums.")] = None,
+    max_document_tokens: Annotated[int | None, typer.Option(help="Score the first so many of each document.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Documents read side by side.")] = 8,
+    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for JSON, table, CSV and figure.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity against overlap and FLOPs, with the state removed as a control."""
+    with _told_plainly():
+        from . import report
+        from .evaluating import evaluate as evaluate_one
+
+        results = [
+            evaluate_one(
+                name, data, split=split, overlaps=tuple(overlap or ()), window=window, control=control,
+                reset_every=reset_every, text_field=text_field, checksums=checksums,
+                max_document_tokens=max_document_tokens, batch_size=batch_size, bf16=bf16, device=device,
+            )
+            for name in models
+        ]  # fmt: skip
+        if out is not None:
+            report.save(results, out)
+        typer.echo(json.dumps(results) if as_json else report.markdown(results))
+
+
+@app.command()
+def flops(
+    model: Annotated[str, typer.Option(help="A Hub name or a folder.")],
+    window: Annotated[int | None, typer.Option(help="Tokens read at once; a recurrent model's own, or 300.")] = None,
+    overlap: Annotated[list[int] | None, typer.Option(help="One or several.")] = None,
+    as_json: Json = False,
+) -> None:
+    """FLOPs per token: the paper's count, what recurrence adds, and the vocabulary projection."""
+    with _told_plainly():
+        from transformers import AutoConfig
+
+        from .configuration import RecurrenceConfig, RecurrentModelConfig
+        from .flops import flops_per_token
+        from .report import flops_table
+
+        settings = AutoConfig.from_pretrained(model)
+        recurrence = None
+        if not isinstance(settings, RecurrentModelConfig):
+            recurrence = RecurrenceConfig(window=window or 300)
+        rows = [
+            {"overlap": o, **dataclasses.asdict(flops_per_token(settings, window, o, recurrence=recurrence))}
+            for o in overlap or [0]
+        ]
+        typer.echo(json.dumps(rows) if as_json else flops_table(rows))
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Result JSON files, or folders to search for them.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for table, CSV and figure.")] = None,
+) -> None:
+    """Results of `evaluate` as one table, CSV and figure."""
+    with _told_plainly():
+        from . import report as reports
+
+        loaded = reports.load(results)
+        if out is not None:
+            reports.write(loaded, out)
+        typer.echo(reports.markdown(loaded))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training samples: N consecutive windows of a document's own schedule (section 4.2 of the paper).
+
+An epoch scores every target of every document exactly once, short documents and tails included, in an order that
+depends on the seed and the epoch alone: any number of processes sees the same global batches.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from .. import windows
+from ..reading import IGNORE
+
+
+def cut(length: int, window: int, overlap: int, windows_per_sample: int) -> Iterator[tuple[int, int, int]]:
+    """The samples of one document: tokens [start, stop), scored on targets from `score_from` on.
+
+    A sample's last token is only a target. The state starts empty, so a later sample reads the tokens its first
+    window shares with the sample before, but does not score them again.
+
+    >>> list(cut(25, window=10, overlap=3, windows_per_sample=2))
+    [(0, 18, 1), (14, 25, 18)]
+    """
+    parts = list(windows.schedule(length, window, overlap))
+    for i in range(0, len(parts), windows_per_sample):
+        first, last = parts[i], parts[min(i + windows_per_sample, len(parts)) - 1]
+        yield first.start, last.score_to, first.score_from
+
+
+def sample(document: Any, start: int, stop: int, score_from: int) -> dict[str, Tensor]:
+    """A stretch of a document, with labels from token `score_from` on."""
+    ids = torch.from_numpy(np.asarray(document[start:stop]).astype(np.int64))
+    labels = ids.clone()
+    labels[: score_from - start] = IGNORE
+    return {"input_ids": ids, "labels": labels}
+
+
+class Samples(Dataset):
+    """All samples of a set of documents, in their order; the one past the end is empty and fills up a last batch."""
+
+    def __init__(self, documents: Sequence[Any], window: int, overlap: int, windows_per_sample: int):
+        if windows_per_sample < 1:
+            raise ValueError(f"windows_per_sample={windows_per_sample} must be at least 1 (the paper uses 20).")
+        self.documents = documents
+        pieces = [
+            (index, *sample)
+            for index, document in enumerate(documents)
+            for sample in cut(len(document), window, overlap, windows_per_sample)
+        ]
+        if not pieces:
+            raise ValueError(
+                f"Nothing to train on: none of the {len(documents)} documents has a second token to predict."
+            )
+        self.pieces = np.array(pieces, dtype=np.int64)  # document, start, stop, score_from
+        self.targets = self.pieces[:, 2] - self.pieces[:, 3]
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == len(self):  # nothing to score: a token of the vocabulary, and no label
+            return {"input_ids": torch.zeros(1, dtype=torch.long), "labels": torch.full((1,), IGNORE)}
+        document, start, stop, score_from = self.pieces[index].tolist()
+        return sample(self.documents[document], start, stop, score_from)
+
+    def name(self, index: int) -> str:
+        """Where a sample comes from, for messages."""
+        document, start, stop, _ = self.pieces[index].tolist()
+        names = getattr(self.documents, "names", None)
+        return f"{names[document] if names is not None else document}, tokens {start}-{stop}"
+
+
+def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Right-padded batch; the mask says what is padding."""
+    width = max(len(sample["input_ids"]) for sample in samples)
+    batch = {
+        "input_ids": torch.zeros(len(samples), width, dtype=torch.long),
+        "attention_mask": torch.zeros(len(samples), width, dtype=torch.long),
+        "labels": torch.full((len(samples), width), IGNORE),
+    }
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
+        batch["input_ids"][row, :length] = sample["input_ids"]
+        batch["labels"][row, :length] = sample["labels"]
+        batch["attention_mask"][row, :length] = 1
+    return batch
+
+
+class Order(Sampler[int]):
+    """The order of an epoch: shuffled by seed and epoch, filled up with the empty sample to whole global batches."""
+
+    def __init__(self, count: int, multiple: int, seed: int):
+        self.count = count
+        self.multiple = multiple
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def indices(self, epoch: int) -> np.ndarray:
+        """The samples of an epoch in order; `count` is the empty one."""
+        shuffled = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        return np.concatenate([shuffled, np.full(-self.count % self.multiple, self.count)])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices(self.epoch).tolist())
+
+    def __len__(self) -> int:
+        return self.count + -self.count % self.multiple

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `carryforward train` can be told, once: the command line, a run's record and the job all read this.
+
+Nothing heavy is imported here, so that `--help` answers at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _setting(default: Any, help: str, panel: str) -> Any:
+    return field(default=default, metadata={"help": help, "panel": panel})
+
+
+def _data(default: Any, help: str) -> Any:
+    return _setting(default, help, "Data")
+
+
+def _recurrence(default: Any, help: str) -> Any:
+    return _setting(default, help, "Recurrence (the paper's by default)")
+
+
+def _training(default: Any, help: str) -> Any:
+    return _setting(default, help, "Training (the paper's protocol by default)")
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Everything that decides what `carryforward train` makes. None leaves a choice to the model or the paper."""
+
+    model: str = field(metadata={"help": "A Hub name, a folder, or a .gguf file.", "panel": None})
+    data: str = field(
+        metadata={
+            "help": "wikitext-103, pg19, either with =FOLDER, a folder of .txt, a .jsonl, or a Hub name.",
+            "panel": None,
+        }
+    )
+
+    validation_data: str | None = _data(None, "Take validation text from elsewhere.")
+    validation: bool = _data(True, "Validate while training, and keep the best.")
+    text_field: str = _data("text", "The field that holds the text, in JSON lines and Hub data.")
+    checksums: str | None = _data(None, "Folder of PG-19's published checksums, to check its books against.")
+    max_document_tokens: int | None = _data(None, "Train on the first so many tokens of each document.")
+    max_validation_tokens: int | None = _data(None, "Validate on the first so many tokens of each document.")
+
+    recurrence: bool = _recurrence(True, "--no-recurrence trains the plain model in the same loop.")
+    window: int | None = _recurrence(None, "Tokens read at once (300).")
+    overlap: int | None = _recurrence(None, "Tokens that consecutive windows share (0).")
+    slots: int | None = _recurrence(None, "Vectors carried (1).")
+    insert_at: tuple[str, ...] | None = _recurrence(None, "Layers the state enters, from 1, or all (2).")
+    pooling: str | None = _recurrence(None, "mean, max or attention (mean).")
+    pooled_layers: str | None = _recurrence(None, "all or last (all).")
+    hidden_sizes: tuple[int, ...] | None = _recurrence(None, "Hidden layers of the module (200 200 200).")
+    state_per_layer: bool | None = _recurrence(None, "A state of its own for each of several layers.")
+    bptt_windows: int | None = _recurrence(None, "Detach the state after every so many windows.")
+    keep_graph: bool | None = _recurrence(None, "Keep activations: faster, and memory grows.")
+
+    windows_per_sample: int = _training(20, "Windows in a training sample.")
+    learning_rate: tuple[float, ...] = _training((5e-5,), "Of the base model; several are tried first.")
+    recurrence_learning_rate: tuple[float, ...] = _training((1e-3,), "Of the new parameters; likewise.")
+    search_tokens: int = _training(1_000_000, "Tokens each learning rate is tried on.")
+    freeze_base: bool = _training(False, "Train the recurrence module alone.")
+    epochs: float = _training(2, "Passes over the data.")
+    train_tokens: int | None = _training(None, "Stop after so many tokens instead.")
+    eval_tokens: int = _training(2_000_000, "Validate and save every so many tokens.")
+    save_tokens: int | None = _training(None, "Save every so many tokens as well.")
+    batch_size: int = _training(8, "Samples a step, for each process.")
+    accumulate: int = _training(1, "Batches whose gradients are added up for a step.")
+    warmup_steps: int = _training(100, "Steps of linear warm-up; then the rate is constant.")
+    max_grad_norm: float = _training(1.0, "Clip gradients to this norm; 0 does not.")
+    bf16: bool = _training(False, "bfloat16 mixed precision.")
+    seed: int = _training(0, "Seed of everything random.")
+
+    def recurrence_fields(self) -> dict[str, Any]:
+        """The fields of `RecurrenceConfig` that were given."""
+        names = ("window", "overlap", "slots", "pooling", "pooled_layers", "hidden_sizes", "state_per_layer",
+                 "bptt_windows", "keep_graph")  # fmt: skip
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return given if self.insert_at is None else {**given, "insert_at": _layers(self.insert_at)}
+
+
+def _layers(given: tuple[str, ...]) -> tuple[int, ...] | int | str:
+    if given == ("all",):
+        return "all"
+    try:
+        layers = tuple(int(layer) for layer in given)
+    except ValueError:
+        raise ValueError(f"--insert-at {' '.join(given)}: give layer numbers from 1, or all.") from None
+    return layers[0] if len(layers) == 1 else layers

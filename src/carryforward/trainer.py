@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on Hugging Face's `Trainer`: documents in, the paper's protocol as defaults (section 4.2).
+
+`Trainer` keeps doing what it does: accumulation, mixed precision, clipping, logging, several processes. Added are
+samples of whole windows, intervals counted in scored tokens, perplexity of whole documents as validation, a learning
+rate for the new parameters, and checkpoints that are whole or not there, so that a resumed run is exact.
+"""
+
+import contextlib
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from . import checkpoints
+from .data.samples import Order, Samples, collate
+from .evaluation import Perplexity, perplexity
+from .heads import RecurrentForCausalLM
+
+NEVER = 10**12  # steps: intervals are counted in tokens
+
+
+@dataclass
+class RecurrentTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the paper's protocol as defaults: Adam, 100 steps of warm-up and then constant, two
+    epochs, validation every 2 million tokens with the best kept, the base model trained too. Tokens are scored ones."""
+
+    windows_per_sample: int = field(default=20, metadata={"help": "windows backpropagated through in one sample"})
+    train_tokens: int | None = field(default=None, metadata={"help": "stop after so many tokens instead of epochs"})
+    eval_tokens: int = field(default=2_000_000, metadata={"help": "validate and save every so many tokens"})
+    save_tokens: int | None = field(default=None, metadata={"help": "save every so many tokens as well"})
+    recurrence_learning_rate: float | None = field(
+        default=1e-3, metadata={"help": "of the recurrence module; None is the learning rate of the base model"}
+    )
+    freeze_base: bool = field(default=False, metadata={"help": "train the recurrence module alone"})
+    use_state: bool = field(default=True, metadata={"help": "False trains the plain model: every window stands alone"})
+
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    num_train_epochs: float = 2
+    lr_scheduler_type: str = "constant_with_warmup"
+    warmup_steps: float = 100
+    logging_steps: float = 10
+    eval_strategy: str = "steps"
+    eval_steps: float | None = NEVER
+    save_strategy: str = "steps"
+    save_steps: float = NEVER
+    save_total_limit: int | None = 2
+    load_best_model_at_end: bool = True
+    metric_for_best_model: str | None = "word_perplexity"
+    greater_is_better: bool | None = False
+    remove_unused_columns: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("windows_per_sample", "eval_tokens", "train_tokens", "save_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        if self.freeze_base and not self.use_state:
+            raise ValueError("freeze_base trains the recurrence alone and use_state=False the base alone: choose one.")
+        super().__post_init__()
+
+
+class NonFiniteLoss(ArithmeticError):
+    """The loss is not a number. Raised before the weights are touched."""
+
+
+class RecurrentTrainer(Trainer):
+    """A `Trainer` whose data sets are documents: sequences of token ids, usually `Documents`."""
+
+    args: RecurrentTrainingArguments
+
+    def __init__(
+        self,
+        model: RecurrentForCausalLM,
+        args: RecurrentTrainingArguments,
+        train_dataset: Sequence[Any],
+        eval_dataset: Sequence[Any] | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        **kwargs: Any,
+    ):
+        if not isinstance(model, RecurrentForCausalLM):
+            raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}: make one "
+                             "with add_recurrence(AutoModelForCausalLM.from_pretrained(...)).")  # fmt: skip
+        recurrence = model.config.recurrence
+        self.samples = Samples(train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample)
+        if eval_dataset is None:
+            args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
+        model.base.requires_grad_(not args.freeze_base)
+        model.recurrence.requires_grad_(args.use_state)
+        self.global_batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        self.order = Order(len(self.samples), args.train_batch_size * args.world_size, args.data_seed or args.seed)
+        self.epoch_steps = math.ceil(len(self.order) / self.global_batch)
+        self._targets: tuple[int, np.ndarray] = (-1, np.empty(0))
+        if args.train_tokens is not None:
+            args.max_steps = self._steps_for(args.train_tokens)
+        super().__init__(
+            model, args, data_collator=collate, train_dataset=self.samples, eval_dataset=eval_dataset,
+            callbacks=[_TokenFlow(self), *callbacks], **kwargs,
+        )  # fmt: skip
+        self._staging: Path | None = None
+
+    # --- samples and tokens ----------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Order:
+        return self.order
+
+    def tokens_after(self, step: int) -> int:
+        """How many tokens are scored by the first so many steps: known without having run them."""
+        epoch, rest = divmod(step, self.epoch_steps)
+        if not rest:
+            return epoch * int(self.samples.targets.sum())
+        if self._targets[0] != epoch:
+            of_sample = np.append(self.samples.targets, 0)  # the last is the empty sample's
+            self._targets = epoch, np.cumsum(of_sample[self.order.indices(epoch)])
+        scored = self._targets[1]
+        return epoch * int(self.samples.targets.sum()) + int(scored[min(rest * self.global_batch, len(scored)) - 1])
+
+    def _steps_for(self, tokens: int) -> int:
+        step = tokens // int(self.samples.targets.sum()) * self.epoch_steps
+        while self.tokens_after(step) < tokens:
+            step += 1
+        return step
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer
+        optimizer = super().create_optimizer(model)
+        rate = self.args.recurrence_learning_rate
+        new = set(self.accelerator.unwrap_model(self.model if model is None else model).recurrence.parameters())
+        if rate is not None:
+            for group in list(optimizer.param_groups):
+                mine = [parameter for parameter in group["params"] if parameter in new]
+                if mine:
+                    group["params"] = [parameter for parameter in group["params"] if parameter not in new]
+                    optimizer.add_param_group({**group, "params": mine, "lr": rate})
+        return optimizer
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "use_state": self.args.use_state}, *args, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        if not torch.isfinite(loss):
+            raise NonFiniteLoss(
+                f"The loss became {loss.item()} at step {self.state.global_step + 1} "
+                f"({self.tokens_after(self.state.global_step):,} tokens). Use a smaller learning rate"
+                f"{', or bf16 instead of fp16' if self.args.fp16 else ''}."
+            )
+        return loss
+
+    # --- validation ------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Perplexity of whole documents at the overlap of training."""
+        documents = self.eval_dataset if eval_dataset is None else eval_dataset
+        if documents is None:
+            raise ValueError("evaluate needs documents: give eval_dataset, here or to RecurrentTrainer.")
+        score = self._perplexity(documents)
+        metrics = {
+            f"{metric_key_prefix}_loss": score.nats / max(score.tokens, 1),
+            f"{metric_key_prefix}_word_perplexity": score.word_perplexity if score.words else score.token_perplexity,
+            f"{metric_key_prefix}_token_perplexity": score.token_perplexity,
+            f"{metric_key_prefix}_tokens": score.tokens,
+        }
+        if score.bytes:
+            metrics[f"{metric_key_prefix}_bits_per_byte"] = score.bits_per_byte
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _perplexity(self, documents: Any) -> Perplexity:
+        """Over all processes: each reads its share of the documents, and the sums add up."""
+        world, rank = self.args.world_size, self.args.process_index
+        shared = world > 1 and not self.is_fsdp_enabled  # sharded weights need every process in every call
+        mine = documents[rank::world] if shared else documents
+        with self.accelerator.autocast():
+            score = perplexity(
+                self.accelerator.unwrap_model(self.model),
+                mine,
+                use_state=self.args.use_state,
+                batch_size=self.args.per_device_eval_batch_size,
+            )
+        if not shared:
+            return score
+        sums = torch.tensor([*vars(score).values()], dtype=torch.float64, device=self.args.device)
+        total = self.accelerator.reduce(sums, reduction="sum").tolist()
+        return Perplexity(total[0], *map(int, total[1:]))
+
+    # --- checkpoints that are whole or not there -------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`; `resume_from_checkpoint=True` goes on from the newest complete checkpoint, if any."""
+        if resume_from_checkpoint is True:
+            found = checkpoints.latest(Path(self._get_output_dir(None)))
+            resume_from_checkpoint = None if found is None else str(found)
+        elif isinstance(resume_from_checkpoint, str) and not checkpoints.is_complete(Path(resume_from_checkpoint)):
+            raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not there or was cut short.")
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Weights tied to others are saved once; anything else that is missing is an error, not a warning."""
+        tied = set(self.accelerator.unwrap_model(self.model).all_tied_weights_keys)
+        wrong = sorted(set(load_result.missing_keys) - tied) + sorted(load_result.unexpected_keys)
+        if wrong:
+            raise ValueError(f"the checkpoint does not fit the model: {', '.join(wrong[:3])}. Use another output_dir.")
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging or super()._get_output_dir(trial))
+
+    @contextlib.contextmanager
+    def _staged(self, run: Path) -> Iterator[Path]:
+        """A hidden folder in which `Trainer` writes what it believes to be the run."""
+        self._staging = run / ".saving"
+        try:
+            yield self._staging
+        finally:
+            if self.args.should_save:
+                shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging = None
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run = Path(super()._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(run / ".saving", ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        best = run / f"checkpoint-{self.state.best_global_step}" if self.state.best_global_step else None
+        if best is not None and best.name != name and not best.exists():
+            best = None
+        with self._staged(run) as staging:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()  # every process has written its part
+            self.state.best_model_checkpoint = None if best is None else str(best)
+            if self.args.should_save:
+                self.state.save_to_json(str(staging / name / "trainer_state.json"))
+                checkpoints.seal(staging / name)
+                if (run / name).exists():
+                    checkpoints.discard(run / name)
+                (staging / name).rename(run / name)
+                self._rotate(run, best)
+        self.accelerator.wait_for_everyone()
+
+    def _rotate(self, run: Path, best: Path | None) -> None:
+        """Keep the best checkpoint and the newest ones."""
+        if self.args.save_total_limit:
+            others = [path for path in checkpoints.of_run(run) if path != best]
+            keep = max(self.args.save_total_limit - (best is not None), 1)
+            for path in others[:-keep]:
+                checkpoints.discard(path)
+
+
+class _TokenFlow(TrainerCallback):
+    """Validation and saving at intervals counted in tokens; the order of each epoch."""
+
+    def __init__(self, trainer: RecurrentTrainer):
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.order.set_epoch(state.global_step // self.trainer.epoch_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, now = self.trainer.tokens_after(state.global_step - 1), self.trainer.tokens_after(state.global_step)
+        if now // args.eval_tokens > before // args.eval_tokens:
+            control.should_evaluate = self.trainer.eval_dataset is not None
+            control.should_save = True
+        if args.save_tokens and now // args.save_tokens > before // args.save_tokens:
+            control.should_save = True

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job behind `carryforward train`: a model, a corpus and settings in; a folder with a trained model out.
+
+A run's folder says in `run.json` what it was made with. The same settings go on where the run stopped; others are
+refused. Several learning rates are tried first, briefly, and the best by validation is used.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from . import checkpoints, console
+from .adding import add_recurrence
+from .callbacks import Show, StopGently
+from .data.corpora import available_splits, open_corpus
+from .data.documents import Documents, tokenise
+from .heads import RecurrentForCausalLM
+from .loading import RUN_FILE, Loaded, load_causal
+from .provenance import provenance
+from .settings import TrainSettings
+from .trainer import RecurrentTrainer, RecurrentTrainingArguments
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was stopped from outside; everything up to here is saved."""
+
+
+def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cpu: bool = False) -> dict[str, Any]:
+    """Train, or go on with a run that was stopped. Gives back the run's record, as in its `run.json`."""
+    begin = RecurrentTrainingArguments(str(out), use_cpu=use_cpu, load_best_model_at_end=False)  # knows the processes
+    record = _open_run(settings, out, writes=begin.should_save, alone=begin.main_process_first)
+    if record["status"] == "finished":
+        console.note(f"{out} is finished already. Use another --out to train again.")
+        return record
+    loaded = load_causal(settings.model)
+    with begin.main_process_first(local=False):
+        train_documents, validation = _documents(settings, loaded)
+    console.note(_describe("training", train_documents) + (_describe("; validation", validation) if validation else ""))
+
+    def job(chosen: TrainSettings, folder: Path) -> tuple[RecurrentTrainer, Loaded]:
+        fresh = load_causal(settings.model)
+        arguments = _arguments(chosen, folder, report_to, use_cpu)
+        model = _recurrent(fresh, chosen)
+        trainer = RecurrentTrainer(model, arguments, train_documents, validation, processing_class=fresh.tokenizer)
+        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(Show(trainer))
+        return trainer, fresh
+
+    del loaded
+    chosen = _search(settings, out, record, job, begin.should_save)
+    trainer, fresh = job(chosen, out)
+    started = time.monotonic()
+    _run(trainer, out)
+    if trainer.args.should_save:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        with checkpoints.written_beside(out) as beside:
+            (model if settings.recurrence else model.base).save_pretrained(beside)
+            fresh.tokenizer.save_pretrained(beside)
+        record |= _outcome(trainer, train_documents, validation, time.monotonic() - started)
+        _write(out, record)
+    trainer.accelerator.wait_for_everyone()
+    return record
+
+
+# --- the run's folder ----------------------------------------------------------------------------------------------
+
+
+def _open_run(settings: TrainSettings, out: Path, writes: bool, alone: Any) -> dict[str, Any]:
+    """Read or begin the record of a run."""
+    wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
+    with alone(local=False):
+        if (out / RUN_FILE).exists():
+            try:
+                record = json.loads((out / RUN_FILE).read_text())
+                before = record["settings"]
+            except (json.JSONDecodeError, KeyError) as error:
+                raise ValueError(f"{out / RUN_FILE} is damaged: {error}. Use another --out.") from error
+            differing = [name for name in wanted if wanted[name] != before.get(name)]
+            if differing:
+                told = ", ".join(f"{name}: {before.get(name)} there, {wanted[name]} here" for name in differing)
+                raise ValueError(
+                    f"{out} belongs to a run with other settings ({told}). Use another --out, or the same settings."
+                )
+            return record
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"--out {out} exists and is not a run of carryforward. Use another folder.")
+        record = {"kind": "run", "status": "running", "settings": wanted, "search": []}
+        if writes:
+            out.mkdir(parents=True, exist_ok=True)
+            _write(out, record)
+    return record
+
+
+def _write(out: Path, record: dict[str, Any]) -> None:
+    beside = out / f".{RUN_FILE}.{os.getpid()}.tmp"
+    beside.write_text(json.dumps(record, indent=2) + "\n")
+    os.replace(beside, out / RUN_FILE)
+
+
+def _outcome(
+    trainer: RecurrentTrainer, documents: Documents, validation: Documents | None, seconds: float
+) -> dict[str, Any]:
+    history = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    for entry in history:
+        entry["tokens"] = trainer.tokens_after(int(entry["step"]))
+    return {
+        **provenance(str(trainer.args.device)),
+        "status": "finished",
+        "processes": trainer.args.world_size,
+        "steps": trainer.state.global_step,
+        "tokens": trainer.tokens_after(trainer.state.global_step),
+        "seconds": seconds,
+        "best_step": trainer.state.best_global_step,
+        "best_word_perplexity": trainer.state.best_metric,
+        "data": {"train": documents.key, "validation": validation.key if validation else None},
+        "history": history,
+    }
+
+
+# --- what goes in --------------------------------------------------------------------------------------------------
+
+
+def _documents(settings: TrainSettings, loaded: Loaded) -> tuple[Documents, Documents | None]:
+    checksums = Path(settings.checksums) if settings.checksums else None
+    corpus = open_corpus(settings.data, "train", text_field=settings.text_field, checksums=checksums)
+    documents = tokenise(corpus, loaded.tokenizer, max_tokens=settings.max_document_tokens)
+    if not settings.validation:
+        return documents, None
+    source = settings.validation_data or settings.data
+    splits = available_splits(source)
+    if "validation" not in splits:
+        raise ValueError(
+            f"{source} has no validation split (it has: {', '.join(splits)}). Give --validation-data, or "
+            "--no-validation to train without."
+        )
+    held_out = open_corpus(source, "validation", text_field=settings.text_field, checksums=checksums)
+    return documents, tokenise(held_out, loaded.tokenizer, max_tokens=settings.max_validation_tokens)
+
+
+def _describe(what: str, documents: Documents) -> str:
+    return f"{what}: {documents.name}, {len(documents):,} documents, {int(documents.lengths.sum()):,} tokens"
+
+
+def _recurrent(loaded: Loaded, settings: TrainSettings) -> RecurrentForCausalLM:
+    fields = settings.recurrence_fields()
+    if isinstance(loaded.model, RecurrentForCausalLM):
+        own = dataclasses.asdict(loaded.model.config.recurrence)
+        differing = [f"{name}={own[name]}" for name, value in fields.items() if own[name] != value]
+        if differing:
+            raise ValueError(f"{loaded.name} is recurrent already, with {', '.join(differing)}. Leave these out.")
+        return loaded.model
+    model = add_recurrence(loaded.model, **fields)
+    assert isinstance(model, RecurrentForCausalLM)
+    return model
+
+
+def _arguments(settings: TrainSettings, out: Path, report_to: str, use_cpu: bool) -> RecurrentTrainingArguments:
+    return RecurrentTrainingArguments(
+        output_dir=str(out),
+        windows_per_sample=settings.windows_per_sample,
+        learning_rate=settings.learning_rate[0],
+        recurrence_learning_rate=settings.recurrence_learning_rate[0],
+        freeze_base=settings.freeze_base,
+        use_state=settings.recurrence,
+        num_train_epochs=settings.epochs,
+        train_tokens=settings.train_tokens,
+        eval_tokens=settings.eval_tokens,
+        save_tokens=settings.save_tokens,
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.accumulate,
+        warmup_steps=settings.warmup_steps,
+        max_grad_norm=settings.max_grad_norm,
+        bf16=settings.bf16,
+        seed=settings.seed,
+        report_to=report_to,
+        use_cpu=use_cpu,
+    )
+
+
+# --- running -------------------------------------------------------------------------------------------------------
+
+
+def _search(settings: TrainSettings, out: Path, record: dict[str, Any], job: Any, writes: bool) -> TrainSettings:
+    """Try each pair of learning rates briefly and choose the best by validation; nothing to do for a single pair."""
+    rates = settings.recurrence_learning_rate if settings.recurrence else settings.recurrence_learning_rate[:1]
+    pairs = list(itertools.product(settings.learning_rate, rates))
+    if len(pairs) == 1:
+        return settings
+    if not settings.validation:
+        raise ValueError("several learning rates are compared by validation: leave out --no-validation, or give one.")
+    tried = {tuple(trial["rates"]): trial["word_perplexity"] for trial in record["search"]}
+    for base, new in pairs:
+        if (base, new) in tried:
+            continue
+        console.note(f"trying learning rate {base:g}, of the recurrence {new:g}")
+        folder = out / "search"
+        trial = dataclasses.replace(
+            settings, learning_rate=(base,), recurrence_learning_rate=(new,), train_tokens=settings.search_tokens
+        )
+        trainer, _ = job(trial, folder)
+        _run(trainer, out)
+        tried[base, new] = trainer.state.best_metric
+        record["search"].append({"rates": [base, new], "word_perplexity": trainer.state.best_metric})
+        if writes:
+            shutil.rmtree(folder, ignore_errors=True)
+            _write(out, record)
+    base, new = min(tried, key=lambda pair: tried[pair])
+    console.note(f"best by validation: learning rate {base:g}, of the recurrence {new:g}")
+    record["chosen"] = {"learning_rate": base, "recurrence_learning_rate": new}
+    return dataclasses.replace(settings, learning_rate=(base,), recurrence_learning_rate=(new,))
+
+
+def _run(trainer: RecurrentTrainer, out: Path) -> None:
+    """Train from the newest checkpoint, if there is one, until the end or a signal."""
+    stop = StopGently()
+    trainer.add_callback(stop)
+    before = {number: signal.signal(number, stop.request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if stop.stopped:
+        step = trainer.state.global_step
+        raise Interrupted(f"stopped at step {step} and saved in {out}. To go on, give the same command again.")
