@@ -551,7 +551,7 @@ def test_a_full_disk_says_how_much_and_where(tokenizer, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
         with pytest.raises(
-            ValueError, match="disk is full: the tokens of c .train. need about ([0-9.]+) MB in .*CARRYFORWARD_CACHE"
+            OSError, match="disk is full: the tokens of c .train. need about ([0-9.]+) MB in .*CARRYFORWARD_CACHE"
         ):
             tokenise(corpus_of(text, size=2 * len(text)), tokenizer, cache=tmp_path)
     assert not list(tmp_path.iterdir())

@@ -183,10 +183,12 @@ def test_a_panel_for_each_data_set(tmp_path):
     assert high > 1.5 * low
 
 
-def test_without_matplotlib(monkeypatch, tmp_path):
+def test_without_matplotlib(monkeypatch, tmp_path, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"pip install carryforward\[figures\]"):
-        report.write([PLAIN], tmp_path / "report")
+    with pytest.raises(ImportError, match=r"pip install carryforward\[figures\]"):
+        report.figure([PLAIN], tmp_path / "figure.png")
+    report.write([PLAIN], tmp_path / "report")
+    assert "figure.png is left out: figure needs matplotlib" in caplog.text
     assert sorted(file.name for file in (tmp_path / "report").iterdir()) == ["results.csv", "table.md"]
 
 

@@ -2,13 +2,13 @@
 """Gradients under everything people put on top of a training step, and the ways in which that has gone wrong."""
 
 import gc
-from datetime import timedelta
 
 import pytest
+import ranks
 import tiny
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -253,11 +253,7 @@ def test_compiled_equals_eager(name, keep_graph):
         tiny.assert_same_gradients(expected, tiny.gradients(model))
 
 
-def _worker(rank: int, keep_graph: bool, folder: str) -> None:
-    torch.set_num_threads(1)
-    # through a file: a port may be another test's at the same moment
-    limit = timedelta(seconds=90)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=limit)
+def _parallel_gradients(rank: int, keep_graph: bool) -> dict[str, torch.Tensor]:
     model = tiny.recurrent("gpt2", keep_graph=keep_graph)
     parallel = DistributedDataParallel(model)
     # one rank has documents of a single token, then of a single window: not everything takes part there
@@ -265,15 +261,35 @@ def _worker(rank: int, keep_graph: bool, folder: str) -> None:
         ids = IDS[:1, :length] if rank == 0 else IDS[1:]
         model.zero_grad()
         parallel(ids, labels=ids).loss.backward()
-    torch.save(tiny.gradients(model), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return tiny.gradients(model)
 
 
 @BOTH
 def test_two_ranks_have_equal_and_right_gradients(keep_graph, tmp_path):
-    mp.spawn(_worker, (keep_graph, str(tmp_path)), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    first, second = ranks.run(_parallel_gradients, tmp_path, keep_graph)
     tiny.assert_same_gradients(first, second, tolerance=0)
     model = tiny.recurrent("gpt2")
     alone = [step(model, IDS[:1, :6])[1], step(model, IDS[1:])[1]]
+    tiny.assert_same_gradients(first, {name: (alone[0][name] + alone[1][name]) / 2 for name in first})
+
+
+def _sharded_gradients(rank: int) -> dict[str, torch.Tensor]:
+    model = tiny.recurrent("llama")
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for length in (6, 37):  # a single window on one rank, then many on both
+        ids = IDS[:1, :length] if rank == 0 else IDS[1:]
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_sharded_weights_have_the_right_gradients(tmp_path):
+    """FSDP gathers weights in hooks, so recomputation gives way to the plain graph."""
+    first, second = ranks.run(_sharded_gradients, tmp_path)
+    tiny.assert_same_gradients(first, second, tolerance=0)
+    model = tiny.recurrent("llama")
+    alone = [step(model, IDS[row : row + 1])[1] for row in (0, 1)]
     tiny.assert_same_gradients(first, {name: (alone[0][name] + alone[1][name]) / 2 for name in first})

@@ -41,10 +41,11 @@ def _spread(arguments: list[str]) -> list[str]:
     spread: list[str] = []
     option = None
     for argument in arguments:
+        name, equals, _ = argument.partition("=")
         if option is not None and spread[-1] != option and _is_number(argument):
             spread.append(option)
         elif argument.startswith("-") and not _is_number(argument):
-            option = argument if argument in several else None
+            option = name if name in several else None
         elif option is not None and not _is_number(argument) and spread[-1] != option:
             option = None
         spread.append(argument)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 stderr = Console(stderr=True, highlight=False)
 LOG_EVERY = 30  # seconds between progress lines where there is no terminal
@@ -16,6 +17,14 @@ LOG_EVERY = 30  # seconds between progress lines where there is no terminal
 def note(message: str) -> None:
     """A line on stderr."""
     stderr.print(message, markup=False, soft_wrap=True)
+
+
+class _Progress(Progress):
+    """The remark has a line of its own: beside the bar it would leave no room in a narrow terminal."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(task.fields["remark"]) for task in self.tasks if task.fields["remark"])
 
 
 class Bar:
@@ -27,9 +36,10 @@ class Bar:
         self.remark = ""
         self._progress: Progress | None = None
         if stderr.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-                TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[remark]}"), console=stderr,
+            self._progress = _Progress(
+                TextColumn("{task.description}", markup=False), BarColumn(bar_width=None),
+                TextColumn("{task.completed:,.0f}/{task.total:,.0f}"), TextColumn("{task.fields[rate]}"),
+                TimeElapsedColumn(), TimeRemainingColumn(), console=stderr,
             )  # fmt: skip
             self._task = self._progress.add_task(description, total=total, completed=done, rate="", remark="")
 

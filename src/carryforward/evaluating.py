@@ -5,6 +5,7 @@ The result is plain JSON; `report` says what is in it.
 """
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from . import console
 from .data.corpora import open_corpus
 from .data.documents import Documents, tokenise
-from .evaluation import perplexity
+from .evaluation import Perplexity, check_positions, perplexity
 from .flops import flops_per_token
 from .loading import Loaded, load_causal
 from .provenance import provenance
@@ -44,20 +45,22 @@ def evaluate(
         window: for a plain model; by default the one it was trained with.
         control: score a recurrent model without its state as well.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(device)
     torch.manual_seed(seed)  # nothing here is random; said in the result all the same
     loaded = load_causal(name)
     window, trained = _reading(loaded, window)
     corpus = open_corpus(data, split, text_field=text_field, checksums=checksums)
     documents = tokenise(corpus, loaded.tokenizer, max_tokens=max_document_tokens)
+    targets = int((documents.lengths - 1).clip(min=0).sum())
+    if not targets:
+        raise ValueError(f"{data}, split {split!r}: no document has a second token to predict. Give longer documents.")
     loaded.model.to(device)  # type: ignore[arg-type]
     overlaps = overlaps or (trained or 0,)
     runs = [(overlap, True) for overlap in overlaps]
     if loaded.recurrent and control:
         runs += [(overlap, False) for overlap in overlaps]
     rows = []
-    total = len(runs) * int((documents.lengths - 1).clip(min=0).sum())
-    with console.Bar(f"evaluating {name}", total, "tokens") as bar:
+    with console.Bar(f"evaluating {name}", len(runs) * targets, "tokens") as bar:
         for overlap, use_state in runs:
             begun = time.perf_counter()
             with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bf16):
@@ -65,6 +68,11 @@ def evaluate(
                     loaded.model, documents, overlap=overlap, window=None if loaded.recurrent else window,
                     use_state=use_state, reset_every=reset_every, batch_size=batch_size, progress=bar.advance,
                 )  # fmt: skip
+            if not math.isfinite(score.nats):
+                raise ArithmeticError(
+                    f"{name} gives no finite likelihoods at overlap {overlap}: its weights hold NaN or are far too "
+                    "large. Evaluate an earlier checkpoint, or train again with a smaller learning rate."
+                )
             flops = flops_per_token(loaded.model.config, window, overlap, use_state=use_state)
             rows.append(
                 {
@@ -72,9 +80,7 @@ def evaluate(
                     "use_state": use_state and loaded.recurrent,
                     "untrained_overlap": loaded.recurrent and overlap != trained,
                     **dataclasses.asdict(score),
-                    "word_perplexity": score.word_perplexity,
-                    "token_perplexity": score.token_perplexity,
-                    "bits_per_byte": score.bits_per_byte,
+                    **_ratios(score),
                     "flops": dataclasses.asdict(flops),
                     "seconds": time.perf_counter() - begun,
                 }
@@ -91,6 +97,22 @@ def evaluate(
     }
 
 
+def _device(name: str | None) -> str:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # unknown, or not on this machine
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--device {name} cannot be used: {reason.rstrip('.')}. Leave it out, or use cpu.") from error
+    return name
+
+
+def _ratios(score: Perplexity) -> dict[str, float | None]:
+    """JSON knows neither infinity nor NaN: what has no number is null."""
+    names = ("word_perplexity", "token_perplexity", "bits_per_byte")
+    return {name: value if math.isfinite(value := getattr(score, name)) else None for name in names}
+
+
 def _reading(loaded: Loaded, window: int | None) -> tuple[int, int | None]:
     """The window, and the overlap a recurrent model was trained at."""
     if loaded.recurrent:
@@ -101,12 +123,10 @@ def _reading(loaded: Loaded, window: int | None) -> tuple[int, int | None]:
             )
         return recurrence.window, recurrence.overlap
     if window is None and loaded.run is not None:
-        window = loaded.run["settings"]["window"] or 300
+        window = loaded.run["settings"].get("window") or 300
     if window is None:
         raise ValueError(f"{loaded.name} is a plain model: say with --window how many tokens it reads at once.")
-    positions = getattr(loaded.model.config, "max_position_embeddings", None)
-    if positions is not None and window > positions:
-        raise ValueError(f"--window {window}: {loaded.name} has {positions} positions. Use {positions} or less.")
+    check_positions(loaded.model, window)
     return window, None
 
 
@@ -114,7 +134,7 @@ def _about_model(loaded: Loaded, window: int, trained: int | None) -> dict[str, 
     recurrence = loaded.model.config.recurrence if loaded.recurrent else None
     return {
         "name": loaded.name,
-        "base": loaded.run["settings"]["model"] if loaded.run else loaded.name,
+        "base": loaded.run["settings"].get("model") if loaded.run else loaded.name,
         "recurrent": loaded.recurrent,
         "parameters": loaded.model.num_parameters(),
         "trained_overlap": trained,

@@ -93,8 +93,13 @@ def perplexity(
         raise ValueError(
             f"window={window}: this recurrent model reads {recurrence.window} tokens at once. Leave it out."
         )
+    for name, value in (("batch_size", batch_size), ("reset_every", reset_every)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
     size = recurrence.window if recurrence else window
     assert size is not None
+    if recurrence is None:
+        check_positions(model, size)
     overlap = (recurrence.overlap if recurrence else 0) if overlap is None else overlap
     windows.check(size, overlap)
     counts = {name: _count(documents, name) for name in ("words", "bytes", "line_ends")}
@@ -114,18 +119,31 @@ def perplexity(
     return Perplexity(nats=float(nats), tokens=tokens, documents=len(documents), **counts)
 
 
+def check_positions(model: PreTrainedModel, window: int) -> None:
+    """Refuse a window that a plain model has no positions for."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and window > positions:
+        raise ValueError(f"window={window}: this model has {positions} positions. Use {positions} or less.")
+
+
 def _alone(
     model: PreTrainedModel, documents: Sequence[Any], window: int, overlap: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int]]:
     """Windows that know nothing of each other run side by side, of whichever document."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     for batch in _batches(documents, window, overlap, 1, batch_size):
+        if not 0 <= int(batch["input_ids"].min()) <= (largest := int(batch["input_ids"].max())) < vocabulary:
+            raise ValueError(
+                f"documents hold the token id {largest}; the model's vocabulary has ids from 0 to {vocabulary - 1}. "
+                "Use the tokenizer that belongs to the model."
+            )
         ids, labels = batch["input_ids"].to(model.device), batch["labels"][:, 1:]
         first = int((labels != IGNORE).any(dim=0).nonzero()[0])  # nothing before is scored
         # padding stands on the right, where no token of a causal model sees it
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, first:].float()
         targets = labels[:, first:].to(logits.device)
-        nll_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
-        yield nll_sum, int((labels != IGNORE).sum())
+        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        yield nll.double().sum(), int((labels != IGNORE).sum())
 
 
 def _pieces(

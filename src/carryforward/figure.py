@@ -24,7 +24,7 @@ def draw(panels: dict[str, list[Line]]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("figure needs matplotlib: pip install carryforward[figures]") from error
+        raise ImportError("figure needs matplotlib: pip install carryforward[figures]") from error
     drawn = Figure(figsize=(7.2 * len(panels), 4.6), dpi=160, layout="constrained")
     every = drawn.subplots(1, len(panels), squeeze=False)[0]
     labels = [_panel(axes, title, lines) for axes, (title, lines) in zip(every, panels.items(), strict=True)]

@@ -12,7 +12,7 @@ hooks themselves hold no reference to any model, so copies and pickles of a mode
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -119,17 +119,19 @@ def architecture_of(config: Any) -> Architecture:
     return architecture
 
 
-@dataclass
 class Carry:
     """What one call of the base model takes in and gives out beside its own arguments.
+
+    Not a dataclass: FSDP copies those on their way to a layer, and outputs would be written to the copy.
 
     Attributes:
         slots: for each layer the state enters (counted from 1), the vectors it receives, [B, S, k].
         outputs: filled by the call: each layer's output [B, T, k].
     """
 
-    slots: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, Tensor] | None = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.slots: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] | None = {}
 
     def take_outputs(self) -> list[Tensor]:
         """The outputs of layers 1 to L, once; layers that are run again for the backward pass find no room to write."""

@@ -2,12 +2,14 @@
 """Models by name: a Hub name, a folder, a GGUF file, or a run of `carryforward train`."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from . import checkpoints
 from .modeling import RecurrentPreTrainedModel
@@ -35,24 +37,49 @@ class Loaded:
 
 def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """Load a causal language model, plain or recurrent, and its tokenizer."""
-    path, here = Path(name), Path()
-    options: dict[str, Any] = {}
-    where = name
+    run = _run_of(Path(name))
+    model = _load(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
+    if Path(name).suffix == ".gguf":
+        _make_plain(model)
+    return Loaded(name, model, load_tokenizer(name), run)
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a model's tokenizer."""
+    return _load(AutoTokenizer.from_pretrained, name)
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Load a model's config alone."""
+    return _load(AutoConfig.from_pretrained, name)
+
+
+def _load(load: Callable, name: str, **options: Any) -> Any:
+    where, more = _find(name)
+    try:
+        return load(where, **options, **more)
+    except SafetensorError as error:
+        raise ValueError(
+            f"model {name!r}: a weights file is cut short or damaged ({error}). Copy or save it again."
+        ) from error
+    except OSError as error:
+        unknown = "" if Path(name).exists() else " is no folder here and cannot be had from the Hub"
+        raise OSError(f"model {name!r}{unknown}: {error}") from error
+
+
+def _find(name: str) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` must be given for a name."""
+    path = Path(name)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"model {name!r}: there is no such file.")
-        where, options = str(path.parent), {"gguf_file": path.name}
-    elif path.is_dir() and not (path / "config.json").exists():
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(_no_model(path))
-    elif not path.exists() and (
-        path.is_absolute() or name.count("/") > 1 or (path.parent != here and path.parent.is_dir())
-    ):
+    on_hub = not path.is_absolute() and name.count("/") < 2 and (path.parent == Path() or not path.parent.is_dir())
+    if not path.exists() and not on_hub:
         raise ValueError(f"model {name!r}: there is no such folder.")
-    tokenizer = AutoTokenizer.from_pretrained(where, **options)
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
-    if options:
-        _make_plain(model)
-    return Loaded(name, model, tokenizer, _run_of(path))
+    return name, {}
 
 
 def _make_plain(model: PreTrainedModel) -> None:
@@ -66,7 +93,14 @@ def _make_plain(model: PreTrainedModel) -> None:
 def _run_of(path: Path) -> dict[str, Any] | None:
     for folder in (path, path.parent):  # a run, or one of its checkpoints
         if (folder / RUN_FILE).is_file():
-            return json.loads((folder / RUN_FILE).read_text())
+            try:
+                record = json.loads((folder / RUN_FILE).read_text())
+            except ValueError as error:
+                raise ValueError(
+                    f"{folder / RUN_FILE} is damaged ({error}). Take it away to use the model without its record."
+                ) from error
+            if isinstance(record, dict) and record.get("kind") == "run":
+                return record
     return None
 
 

@@ -13,13 +13,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from . import bptt, checkpoints, checks, insertion
 from .configuration import RecurrentModelConfig
 from .reading import Cell, Reading
 from .recurrence import Recurrence
 from .state import State
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -55,11 +57,20 @@ class _Program(bptt.Program):
         self.model = model
         self.reading = reading
         self.emit = emit
-        self.cells = reading.cells
+        self.cells: list[Cell | None] = [*reading.cells]
         self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
 
-    def advance(self, cell: Cell, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
+    def idle(self) -> None:
+        """Wait for the other ranks: as many cells as the one with the most, those beyond our own without effect."""
+        most = torch.tensor(len(self.cells), device=self.model.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        self.cells += [None] * (int(most) - len(self.cells))
+
+    def advance(self, cell: Cell | None, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
         reading, model = self.reading, self.model
+        if cell is None:
+            ids = reading.tokens.new_zeros(1, 1)
+            return (model.base(input_ids=ids, use_cache=False).logits.sum() * 0,), table
         passes_on = reading.use_state and any(cell.finished)
         if not head and not passes_on:
             return (), table
@@ -159,16 +170,34 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     def _unroll(self, reading: Reading, emit: Emit, loss_only: bool = False) -> tuple[list[bptt.Emission], Tensor]:
         """Run the windows: what they emit, and the vectors carried on."""
+        program, sharded = _Program(self, reading, emit), self._is_sharded()
+        if sharded and loss_only:
+            program.idle()
         plan = bptt.Plan(
-            program=_Program(self, reading, emit),
+            program=program,
             parameters=[parameter for parameter in self.parameters() if parameter.requires_grad],
             always={parameter for parameter in self.recurrence.parameters() if parameter.requires_grad},
             loss_only=loss_only,
-            keep_graph=self.config.recurrence.keep_graph,
-            seeds=bptt.draw_seeds(len(reading.cells)) if any(m.training for m in self.modules()) else None,
+            keep_graph=self.config.recurrence.keep_graph or sharded,
+            seeds=bptt.draw_seeds(len(program.cells)) if any(m.training for m in self.modules()) else None,
             devices={parameter.device for parameter in self.parameters()},
         )
         return bptt.unroll(plan, reading.before.carried.to(self.recurrence.weight))
+
+    def _is_sharded(self) -> bool:
+        """Whether FSDP gathers weights window by window. Gradients must then reach it through the plain graph, and all
+        ranks must run as many windows."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return False
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in self.modules())
+        if sharded and torch.is_grad_enabled() and not self.config.recurrence.keep_graph:
+            logger.warning_once(
+                "The weights are sharded (FSDP): the graph of all windows is kept instead of recomputing them, and "
+                "memory grows with their number."
+            )
+        return sharded
 
     def _fresh_state(self, batch: int, signature: str) -> State:
         counts = torch.zeros(batch, dtype=torch.long)

@@ -143,11 +143,12 @@ def csv(results: list[Result]) -> str:
 
 
 def save(results: list[Result], folder: str | os.PathLike) -> None:
-    """Write each result as JSON, named by its model, and beside them what `write` makes of all."""
+    """Write each result as JSON, named by its model and data, and beside them what `write` makes of all."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for result in results:
-        name = re.sub(r"[^\w.-]+", "-", result["model"]["name"]).strip("-.") or "model"
+        parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
+        name = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.")
         with _beside(target / f"{name}.json") as file:
             file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     write(results, target)
@@ -163,14 +164,17 @@ def flops_table(rows: list[Row]) -> str:
 
 
 def write(results: list[Result], folder: str | os.PathLike) -> None:
-    """Write table.md, results.csv and, last, as it needs matplotlib, figure.png; none is ever seen half-written."""
+    """Write table.md, results.csv and, where there is matplotlib, figure.png; none is ever seen half-written."""
     texts = {"table.md": markdown(results), "results.csv": csv(results)}
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         with _beside(target / name) as file:
             file.write_text(text, encoding="utf-8", newline="")
-    figure(results, target / "figure.png")
+    try:
+        figure(results, target / "figure.png")
+    except ImportError as error:
+        logger.warning("%s is left out: %s", target / "figure.png", error)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 Nothing heavy is imported here, so that `--help` answers at once.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +72,38 @@ class TrainSettings:
     bf16: bool = _training(False, "bfloat16 mixed precision.")
     seed: int = _training(0, "Seed of everything random.")
 
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{_flag(name)} {value}: it must be at least 1.")
+        for name in ("learning_rate", "recurrence_learning_rate"):
+            rates = getattr(self, name)
+            if not rates or not all(0 < rate < math.inf for rate in rates):
+                raise ValueError(f"{_flag(name)} {' '.join(map(str, rates))}: rates are numbers above 0.")
+        for name in ("warmup_steps", "max_grad_norm"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: it must be at least 0.")
+        if not 0 < self.epochs < math.inf:
+            raise ValueError(f"--epochs {self.epochs}: it must be above 0.")
+        if self.freeze_base and not self.recurrence:
+            raise ValueError("--freeze-base trains the recurrence alone and --no-recurrence the rest: choose one.")
+        self.recurrence_fields()
+
     def recurrence_fields(self) -> dict[str, Any]:
         """The fields of `RecurrenceConfig` that were given."""
         names = ("window", "overlap", "slots", "pooling", "pooled_layers", "hidden_sizes", "state_per_layer",
                  "bptt_windows", "keep_graph")  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return given if self.insert_at is None else {**given, "insert_at": _layers(self.insert_at)}
+
+
+_AT_LEAST_ONE = ("max_document_tokens", "max_validation_tokens", "windows_per_sample", "search_tokens", "train_tokens",
+                 "eval_tokens", "save_tokens", "batch_size", "accumulate")  # fmt: skip
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _layers(given: tuple[str, ...]) -> tuple[int, ...] | int | str:

@@ -58,6 +58,7 @@ class RecurrentTrainingArguments(TrainingArguments):
     metric_for_best_model: str | None = "word_perplexity"
     greater_is_better: bool | None = False
     remove_unused_columns: bool = False
+    ddp_find_unused_parameters: bool | None = False  # every trained parameter has a gradient in every step
 
     def __post_init__(self) -> None:
         for name in ("windows_per_sample", "eval_tokens", "train_tokens", "save_tokens"):

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from . import checkpoints, console
@@ -23,7 +25,7 @@ from .callbacks import Show, StopGently
 from .data.corpora import available_splits, open_corpus
 from .data.documents import Documents, tokenise
 from .heads import RecurrentForCausalLM
-from .loading import RUN_FILE, Loaded, load_causal
+from .loading import RUN_FILE, Loaded, load_causal, load_tokenizer
 from .provenance import provenance
 from .settings import TrainSettings
 from .trainer import RecurrentTrainer, RecurrentTrainingArguments
@@ -35,36 +37,36 @@ class Interrupted(KeyboardInterrupt):
 
 def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cpu: bool = False) -> dict[str, Any]:
     """Train, or go on with a run that was stopped. Gives back the run's record, as in its `run.json`."""
+    use_cpu = use_cpu or not torch.accelerator.is_available()  # or `Trainer` refuses bf16 there
     begin = RecurrentTrainingArguments(str(out), use_cpu=use_cpu, load_best_model_at_end=False)  # knows the processes
     record = _open_run(settings, out, writes=begin.should_save, alone=begin.main_process_first)
     if record["status"] == "finished":
         console.note(f"{out} is finished already. Use another --out to train again.")
         return record
-    loaded = load_causal(settings.model)
+    tokenizer = load_tokenizer(settings.model)
     with begin.main_process_first(local=False):
-        train_documents, validation = _documents(settings, loaded)
+        train_documents, validation = _documents(settings, tokenizer)
     console.note(_describe("training", train_documents) + (_describe("; validation", validation) if validation else ""))
 
-    def job(chosen: TrainSettings, folder: Path) -> tuple[RecurrentTrainer, Loaded]:
-        fresh = load_causal(settings.model)
+    def job(chosen: TrainSettings, folder: Path) -> RecurrentTrainer:
         arguments = _arguments(chosen, folder, report_to, use_cpu)
-        model = _recurrent(fresh, chosen)
-        trainer = RecurrentTrainer(model, arguments, train_documents, validation, processing_class=fresh.tokenizer)
+        set_seed(chosen.seed)  # the new parameters' first values
+        model = _recurrent(load_causal(settings.model), chosen)
+        trainer = RecurrentTrainer(model, arguments, train_documents, validation, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(Show(trainer))
-        return trainer, fresh
+        return trainer
 
-    del loaded
     chosen = _search(settings, out, record, job, begin.should_save)
-    trainer, fresh = job(chosen, out)
+    trainer = job(chosen, out)
     started = time.monotonic()
     _run(trainer, out)
     if trainer.args.should_save:
         model = trainer.accelerator.unwrap_model(trainer.model)
         with checkpoints.written_beside(out) as beside:
             (model if settings.recurrence else model.base).save_pretrained(beside)
-            fresh.tokenizer.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
         record |= _outcome(trainer, train_documents, validation, time.monotonic() - started)
         _write(out, record)
     trainer.accelerator.wait_for_everyone()
@@ -129,10 +131,10 @@ def _outcome(
 # --- what goes in --------------------------------------------------------------------------------------------------
 
 
-def _documents(settings: TrainSettings, loaded: Loaded) -> tuple[Documents, Documents | None]:
+def _documents(settings: TrainSettings, tokenizer: Any) -> tuple[Documents, Documents | None]:
     checksums = Path(settings.checksums) if settings.checksums else None
     corpus = open_corpus(settings.data, "train", text_field=settings.text_field, checksums=checksums)
-    documents = tokenise(corpus, loaded.tokenizer, max_tokens=settings.max_document_tokens)
+    documents = tokenise(corpus, tokenizer, max_tokens=settings.max_document_tokens)
     if not settings.validation:
         return documents, None
     source = settings.validation_data or settings.data
@@ -143,7 +145,7 @@ def _documents(settings: TrainSettings, loaded: Loaded) -> tuple[Documents, Docu
             "--no-validation to train without."
         )
     held_out = open_corpus(source, "validation", text_field=settings.text_field, checksums=checksums)
-    return documents, tokenise(held_out, loaded.tokenizer, max_tokens=settings.max_validation_tokens)
+    return documents, tokenise(held_out, tokenizer, max_tokens=settings.max_validation_tokens)
 
 
 def _describe(what: str, documents: Documents) -> str:
@@ -207,7 +209,7 @@ def _search(settings: TrainSettings, out: Path, record: dict[str, Any], job: Any
         trial = dataclasses.replace(
             settings, learning_rate=(base,), recurrence_learning_rate=(new,), train_tokens=settings.search_tokens
         )
-        trainer, _ = job(trial, folder)
+        trainer = job(trial, folder)
         _run(trainer, out)
         tried[base, new] = trainer.state.best_metric
         record["search"].append({"rates": [base, new], "word_perplexity": trainer.state.best_metric})

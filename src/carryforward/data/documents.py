@@ -164,8 +164,8 @@ def _write(folder: Path, corpus: Corpus, encoder: Encoder, meta: dict[str, Any],
             raise
         written = sum(columns["lengths"]) * encoder.dtype.itemsize
         share = min(1.0, done / corpus.size) if corpus.size else 0
-        needed = f"about {written / share / 1e6:,.0f} MB" if written and share else "more than there is"
-        raise ValueError(
+        needed = f"about {max(written / share / 1e6, 1):,.0f} MB" if written and share else "more than there is"
+        raise OSError(
             f"The disk is full: the tokens of {corpus.name} ({corpus.split}) need {needed} in {folder.parent}. Free "
             "some space, or set CARRYFORWARD_CACHE to a folder on another disk."
         ) from error

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes that work together, for tests."""
+
+import faulthandler
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LIMIT = 120  # seconds after which a process that stands still says where, and ends
+
+
+def run(work: Callable, folder: Path, *arguments) -> list:
+    """Call `work(rank, *arguments)` in two processes of one group; what each gives back."""
+    mp.spawn(_enter, (work, str(folder), *arguments), nprocs=2)
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in (0, 1)]
+
+
+def _enter(rank: int, work: Callable, folder: str, *arguments) -> None:
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    torch.set_num_threads(1)
+    # through a file: a port may be another test's at the same moment
+    meet, limit = f"file://{folder}/meet", timedelta(seconds=LIMIT // 2)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=limit)
+    torch.save(work(rank, *arguments), f"{folder}/rank-{rank}.pt")
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
