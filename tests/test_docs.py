@@ -6,7 +6,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,14 +70,21 @@ def test_every_module_can_be_imported_first():
     """Whatever a user imports first, the Auto classes know the models afterwards."""
     modules = {path.relative_to(anchors.SOURCE).with_suffix("") for path in anchors.SOURCE.rglob("*.py")}
     names = sorted(".".join(module.parts) for module in modules if module.stem not in ("__init__", "__main__"))
-    check = (
-        "import sys, carryforward.{}; from transformers import AutoConfig, AutoModel; AutoModel.register; "
-        "AutoConfig.for_model('carryforward')"
-    )
-    with ThreadPoolExecutor(2) as pool:
-        runs = pool.map(lambda n: subprocess.run([sys.executable, "-c", check.format(n)], capture_output=True), names)
-        failed = {name: run.stderr.decode()[-300:] for name, run in zip(names, runs, strict=True) if run.returncode}
-    assert not failed
+    script = f"""
+import importlib, os, sys, torch, transformers.modeling_utils, transformers.trainer_callback
+assert "transformers.models.auto.modeling_auto" not in sys.modules
+for name in {names}:
+    child = os.fork()  # torch is imported once
+    if not child:
+        importlib.import_module(f"carryforward.{{name}}")
+        from transformers import AutoConfig, AutoModel
+        AutoModel.register
+        AutoConfig.for_model("carryforward")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_readmes_example_runs(monkeypatch, tmp_path):

@@ -14,12 +14,20 @@ if TYPE_CHECKING:
     from .adding import add_recurrence as add_recurrence
     from .configuration import RecurrenceConfig as RecurrenceConfig
     from .configuration import RecurrentModelConfig as RecurrentModelConfig
+    from .data.corpora import open_corpus as open_corpus
+    from .data.documents import Documents as Documents
+    from .data.documents import tokenise as tokenise
+    from .evaluation import Perplexity as Perplexity
+    from .evaluation import perplexity as perplexity
+    from .flops import flops_per_token as flops_per_token
     from .heads import RecurrentForCausalLM as RecurrentForCausalLM
     from .heads import RecurrentForMaskedLM as RecurrentForMaskedLM
     from .heads import RecurrentForSequenceClassification as RecurrentForSequenceClassification
     from .heads import RecurrentForTokenClassification as RecurrentForTokenClassification
     from .heads import RecurrentModel as RecurrentModel
     from .state import State as State
+    from .trainer import RecurrentTrainer as RecurrentTrainer
+    from .trainer import RecurrentTrainingArguments as RecurrentTrainingArguments
 
 __version__ = "0.1.0"
 
@@ -27,12 +35,20 @@ _HOME = {
     "add_recurrence": "adding",
     "RecurrenceConfig": "configuration",
     "RecurrentModelConfig": "configuration",
+    "open_corpus": "data.corpora",
+    "Documents": "data.documents",
+    "tokenise": "data.documents",
+    "Perplexity": "evaluation",
+    "perplexity": "evaluation",
+    "flops_per_token": "flops",
     "RecurrentForCausalLM": "heads",
     "RecurrentForMaskedLM": "heads",
     "RecurrentForSequenceClassification": "heads",
     "RecurrentForTokenClassification": "heads",
     "RecurrentModel": "heads",
     "State": "state",
+    "RecurrentTrainer": "trainer",
+    "RecurrentTrainingArguments": "trainer",
 }
 __all__ = [*_HOME, "windows"]
 

@@ -42,7 +42,7 @@ class Show(TrainerCallback):
     def __init__(self, trainer: RecurrentTrainer):
         self.trainer = trainer
         self.bar: console.Bar | None = None
-        self.loss = self.validation = ""
+        self.loss = self.validation = ""  # what the remark says
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -52,17 +52,21 @@ class Show(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
-            self.bar.set(self.trainer.tokens_after(state.global_step), self.loss + self.validation)
+            self.bar.set(self.trainer.tokens_after(state.global_step), self._remark())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self.loss = f"loss {logs['loss']:.3f}"
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        self.validation = f", validation perplexity {metrics['eval_word_perplexity']:.2f}"
+        self.validation = f"validation word perplexity {metrics['eval_word_perplexity']:,.2f}"
         if self.bar is not None:
             tokens = self.trainer.tokens_after(state.global_step)
-            console.note(f"step {state.global_step:,}, {tokens:,} tokens: {self.loss}{self.validation}")
+            self.bar.set(tokens, self._remark())
+            console.note(f"step {state.global_step:,}, {tokens:,} tokens: {self._remark()}")
+
+    def _remark(self) -> str:
+        return ", ".join(filter(None, (self.loss, self.validation)))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:

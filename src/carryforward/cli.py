@@ -7,6 +7,7 @@ torch is imported inside the verbs, so that `--help` answers at once. Exit codes
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import inspect
 import json
@@ -41,10 +42,10 @@ def _spread(arguments: list[str]) -> list[str]:
     spread: list[str] = []
     option = None
     for argument in arguments:
-        name, equals, _ = argument.partition("=")
         if option is not None and spread[-1] != option and _is_number(argument):
             spread.append(option)
         elif argument.startswith("-") and not _is_number(argument):
+            name = argument.partition("=")[0]
             option = name if name in several else None
         elif option is not None and not _is_number(argument) and spread[-1] != option:
             option = None
@@ -71,15 +72,18 @@ def _read_config(context: typer.Context, parameter: Any, path: Path | None) -> P
         raise typer.BadParameter(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise typer.BadParameter(f"{path} must hold `name: value` lines.")
-    settings = {str(name).replace("-", "_"): value for name, value in settings.items()}
-    known = {option.name: option for option in context.command.params}
-    for name, value in settings.items():
-        if name not in known or name == parameter.name:
-            accepted = ", ".join(sorted(str(n) for n in known if n not in ("config", "help")))
-            raise typer.BadParameter(f"{path}: {name!r} is not a setting of this command. It has: {accepted}.")
-        if getattr(known[name], "multiple", False) and not isinstance(value, list):
-            settings[name] = [value]
-    context.default_map = {**(context.default_map or {}), **settings}
+    known = {option.opts[0].lstrip("-").replace("-", "_"): option for option in context.command.params}
+    known = {name: option for name, option in known.items() if name not in ("config", "help")}
+    defaults = {}
+    for given, value in settings.items():
+        name = str(given).replace("-", "_")
+        if name not in known:
+            raise typer.BadParameter(f"{path}: {given!r} is not a setting of this command. It has: {', '.join(known)}.")
+        several = getattr(known[name], "multiple", False) or known[name].nargs != 1
+        if isinstance(value, dict) or (isinstance(value, list) and not several):
+            raise typer.BadParameter(f"{path}: {name} must be a single value, not {value}.")
+        defaults[known[name].name] = [value] if several and not isinstance(value, list) else value
+    context.default_map = {**(context.default_map or {}), **defaults}
     return path
 
 
@@ -91,14 +95,30 @@ def _told_plainly() -> Iterator[None]:
     try:
         with quiet_libraries():
             yield
-    except (ValueError, OSError, ArithmeticError, ImportError) as error:
-        if os.environ.get("CARRYFORWARD_DEBUG"):
-            raise
-        note(f"error: {error}")
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+    except BrokenPipeError:  # whoever read the results has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     except KeyboardInterrupt as end:
         note(str(end) or "interrupted")
         raise typer.Exit(130) from None
+    except Exception as error:
+        told = _told(error)
+        if told is None or os.environ.get("CARRYFORWARD_DEBUG"):
+            raise
+        note(f"error: {told}")
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+
+
+def _told(error: Exception) -> str | None:
+    """What went wrong, where it is not the program's own fault."""
+    text = str(error)
+    # neither safetensors nor torch.save raise OSError when they cannot write
+    unwritten = "No space left" in text or ("inline_container" in text and "Reader" not in text)
+    if getattr(error, "errno", None) == errno.ENOSPC or unwritten:
+        return f"The disk is full ({text}). Free some space and give the same command again: what was saved is whole."
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"{text.partition('. ')[0]}. Use a smaller --batch-size, or --bf16."
+    return text if isinstance(error, ValueError | OSError | ArithmeticError | ImportError) else None
 
 
 Config = Annotated[
@@ -134,7 +154,11 @@ def _options(settings: type) -> Callable[[Callable], Callable]:
         @functools.wraps(command)
         def run(**given: Any) -> None:
             filled = {name: given.pop(name) for name in fields}
-            command(settings(**{n: tuple(v) if isinstance(v, list) else v for n, v in filled.items()}), **given)
+            try:
+                made = settings(**{n: tuple(v) if isinstance(v, list) else v for n, v in filled.items()})
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+            command(made, **given)
 
         rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in list(own.values())[1:]]
         required = [option for option in options if option.default is inspect.Parameter.empty]
@@ -170,12 +194,19 @@ def train(
 ) -> None:
     """Fine-tune a model with recurrence, or without it in the same loop."""
     with _told_plainly():
+        import torch
+
         from . import training
 
+        if device not in (None, "cpu", getattr(torch.accelerator.current_accelerator(), "type", None)):
+            raise ValueError(
+                f"--device {device}: training runs on the best device there is, or on cpu. Leave it out, and choose "
+                "GPUs with CUDA_VISIBLE_DEVICES."
+            )
         record = training.train(settings, out, report_to=report_to, use_cpu=device == "cpu")
         if int(os.environ.get("RANK", "0")) == 0:
             best = record.get("best_word_perplexity")
-            told = f"{out}: {record['tokens']:,} tokens" + (f", validation perplexity {best:.2f}" if best else "")
+            told = f"{out}: {record['tokens']:,} tokens" + (f", validation word perplexity {best:,.2f}" if best else "")
             typer.echo(json.dumps(record) if as_json else told)
 
 
@@ -195,7 +226,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(help="Documents read side by side.")] = 8,
     bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for JSON, table, CSV and figure.")] = None,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for JSON, table, CSV and figure.")] = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity against overlap and FLOPs, with the state removed as a control."""
@@ -203,16 +234,19 @@ def evaluate(
         from . import report
         from .evaluating import evaluate as evaluate_one
 
-        results = [
-            evaluate_one(
-                name, data, split=split, overlaps=tuple(overlap or ()), window=window, control=control,
-                reset_every=reset_every, text_field=text_field, checksums=checksums,
-                max_document_tokens=max_document_tokens, batch_size=batch_size, bf16=bf16, device=device,
-            )
-            for name in models
-        ]  # fmt: skip
-        if out is not None:
-            report.save(results, out)
+        if out is not None:  # or hours of work would have nowhere to go
+            out.mkdir(parents=True, exist_ok=True)
+        results = []
+        for name in models:
+            results.append(
+                evaluate_one(
+                    name, data, split=split, overlaps=tuple(overlap or ()), window=window, control=control,
+                    reset_every=reset_every, text_field=text_field, checksums=checksums,
+                    max_document_tokens=max_document_tokens, batch_size=batch_size, bf16=bf16, device=device,
+                )
+            )  # fmt: skip
+            if out is not None:  # after each: the next may fail
+                report.save(results, out)
         typer.echo(json.dumps(results) if as_json else report.markdown(results))
 
 
@@ -225,13 +259,12 @@ def flops(
 ) -> None:
     """FLOPs per token: the paper's count, what recurrence adds, and the vocabulary projection."""
     with _told_plainly():
-        from transformers import AutoConfig
-
         from .configuration import RecurrenceConfig, RecurrentModelConfig
         from .flops import flops_per_token
+        from .loading import load_config
         from .report import flops_table
 
-        settings = AutoConfig.from_pretrained(model)
+        settings = load_config(model)
         recurrence = None
         if not isinstance(settings, RecurrentModelConfig):
             recurrence = RecurrenceConfig(window=window or 300)
@@ -245,7 +278,7 @@ def flops(
 @app.command()
 def report(
     results: Annotated[list[Path], typer.Argument(help="Result JSON files, or folders to search for them.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for table, CSV and figure.")] = None,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for table, CSV and figure.")] = None,
 ) -> None:
     """Results of `evaluate` as one table, CSV and figure."""
     with _told_plainly():

@@ -130,7 +130,8 @@ def _alone(
     model: PreTrainedModel, documents: Sequence[Any], window: int, overlap: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int]]:
     """Windows that know nothing of each other run side by side, of whichever document."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
     for batch in _batches(documents, window, overlap, 1, batch_size):
         if not 0 <= int(batch["input_ids"].min()) <= (largest := int(batch["input_ids"].max())) < vocabulary:
             raise ValueError(

@@ -16,13 +16,15 @@ from . import __version__
 
 
 def commit() -> str:
-    """The source's commit, marked if files differ from it; CARRYFORWARD_COMMIT where there is no repository."""
+    """The source's commit, marked if files differ from it; or what CARRYFORWARD_COMMIT says, for a copy of it."""
+    if "CARRYFORWARD_COMMIT" in os.environ:
+        return os.environ["CARRYFORWARD_COMMIT"]
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # the hash, never a tag
     here = Path(__file__).parent
     if (here.parents[1] / "pyproject.toml").exists():  # installed from a checkout; else git would find another project
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-    return os.environ.get("CARRYFORWARD_COMMIT", "unknown")
+    return "unknown"
 
 
 def provenance(device: str) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def provenance(device: str) -> dict[str, Any]:
         "carryforward": __version__,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["carryforward", *sys.argv[1:]]),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in names},
         "hardware": hardware,
     }

@@ -8,6 +8,7 @@ refused. Several learning rates are tried first, briefly, and the best by valida
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -22,10 +23,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from . import checkpoints, console
 from .adding import add_recurrence
 from .callbacks import Show, StopGently
+from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.corpora import available_splits, open_corpus
 from .data.documents import Documents, tokenise
 from .heads import RecurrentForCausalLM
-from .loading import RUN_FILE, Loaded, load_causal, load_tokenizer
+from .loading import RUN_FILE, Loaded, load_causal, load_config, load_tokenizer
 from .provenance import provenance
 from .settings import TrainSettings
 from .trainer import RecurrentTrainer, RecurrentTrainingArguments
@@ -39,14 +41,19 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
     """Train, or go on with a run that was stopped. Gives back the run's record, as in its `run.json`."""
     use_cpu = use_cpu or not torch.accelerator.is_available()  # or `Trainer` refuses bf16 there
     begin = RecurrentTrainingArguments(str(out), use_cpu=use_cpu, load_best_model_at_end=False)  # knows the processes
-    record = _open_run(settings, out, writes=begin.should_save, alone=begin.main_process_first)
+    record = _read_run(settings, out)
     if record["status"] == "finished":
         console.note(f"{out} is finished already. Use another --out to train again.")
         return record
+    _check_recurrence(settings)
     tokenizer = load_tokenizer(settings.model)
     with begin.main_process_first(local=False):
         train_documents, validation = _documents(settings, tokenizer)
     console.note(_describe("training", train_documents) + (_describe("; validation", validation) if validation else ""))
+
+    if begin.should_save:  # not before model and data are known to be there: a corrected command may use the folder
+        out.mkdir(parents=True, exist_ok=True)
+        _write(out, record)
 
     def job(chosen: TrainSettings, folder: Path) -> RecurrentTrainer:
         arguments = _arguments(chosen, folder, report_to, use_cpu)
@@ -76,29 +83,24 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
 # --- the run's folder ----------------------------------------------------------------------------------------------
 
 
-def _open_run(settings: TrainSettings, out: Path, writes: bool, alone: Any) -> dict[str, Any]:
-    """Read or begin the record of a run."""
+def _read_run(settings: TrainSettings, out: Path) -> dict[str, Any]:
+    """The record of a run: what its folder says, if it is one with the same settings, or a new one."""
     wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
-    with alone(local=False):
-        if (out / RUN_FILE).exists():
-            try:
-                record = json.loads((out / RUN_FILE).read_text())
-                before = record["settings"]
-            except (json.JSONDecodeError, KeyError) as error:
-                raise ValueError(f"{out / RUN_FILE} is damaged: {error}. Use another --out.") from error
-            differing = [name for name in wanted if wanted[name] != before.get(name)]
-            if differing:
-                told = ", ".join(f"{name}: {before.get(name)} there, {wanted[name]} here" for name in differing)
-                raise ValueError(
-                    f"{out} belongs to a run with other settings ({told}). Use another --out, or the same settings."
-                )
-            return record
+    if not (out / RUN_FILE).exists():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"--out {out} exists and is not a run of carryforward. Use another folder.")
-        record = {"kind": "run", "status": "running", "settings": wanted, "search": []}
-        if writes:
-            out.mkdir(parents=True, exist_ok=True)
-            _write(out, record)
+        return {"kind": "run", "status": "running", "settings": wanted, "search": []}
+    try:
+        record = json.loads((out / RUN_FILE).read_text())
+        before = dict(record["settings"])
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{out / RUN_FILE} is damaged: {error}. Use another --out.") from error
+    differing = [name for name in wanted if wanted[name] != before.get(name)]
+    if differing:
+        told = ", ".join(f"{name}: {before.get(name)} there, {wanted[name]} here" for name in differing)
+        raise ValueError(
+            f"{out} belongs to a run with other settings ({told}). Use another --out, or the same settings."
+        )
     return record
 
 
@@ -122,10 +124,15 @@ def _outcome(
         "tokens": trainer.tokens_after(trainer.state.global_step),
         "seconds": seconds,
         "best_step": trainer.state.best_global_step,
-        "best_word_perplexity": trainer.state.best_metric,
+        "best_word_perplexity": _finite(trainer.state.best_metric),
         "data": {"train": documents.key, "validation": validation.key if validation else None},
-        "history": history,
+        "history": [{key: _finite(value) for key, value in entry.items()} for entry in history],
     }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- what goes in --------------------------------------------------------------------------------------------------
@@ -146,6 +153,13 @@ def _documents(settings: TrainSettings, tokenizer: Any) -> tuple[Documents, Docu
         )
     held_out = open_corpus(source, "validation", text_field=settings.text_field, checksums=checksums)
     return documents, tokenise(held_out, tokenizer, max_tokens=settings.max_validation_tokens)
+
+
+def _check_recurrence(settings: TrainSettings) -> None:
+    """Refuse what the model cannot do before anything is tokenised."""
+    config = load_config(settings.model)
+    if not isinstance(config, RecurrentModelConfig):
+        RecurrentModelConfig(base_config=config, recurrence=RecurrenceConfig(**settings.recurrence_fields()))
 
 
 def _describe(what: str, documents: Documents) -> str:
@@ -230,6 +244,7 @@ def _run(trainer: RecurrentTrainer, out: Path) -> None:
     try:
         trainer.train(resume_from_checkpoint=True)
     finally:
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)  # the bar, if it failed
         for number, handler in before.items():
             signal.signal(number, handler)
     if stop.stopped:
