@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "carryforward"
-LINK = re.compile(r"\[`([\w.]+)`\]\(\.\./src/carryforward/(\w+)\.py#L\d+\)")
+LINK = re.compile(r"\[`([\w./]+)`\]\(\.\./src/carryforward/([\w/]+)\.py#L\d+\)")
 
 
 def line_of(name: str) -> int:

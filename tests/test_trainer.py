@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from transformers import TrainerCallback
 
 from carryforward import checkpoints
 from carryforward.data.documents import Documents
-from carryforward.data.samples import Samples
+from carryforward.data.samples import Lanes, Samples
 from carryforward.evaluation import perplexity
 from carryforward.trainer import NonFiniteLoss, RecurrentTrainer, RecurrentTrainingArguments
 
@@ -192,6 +193,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_are_touched(tmp_pa
     [
         ({"eval_tokens": 0}, "eval_tokens=0 must be at least 1"),
         ({"freeze_base": True, "use_state": False}, "choose one"),
+        ({"carry_state": True, "use_state": False}, "choose one"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(tmp_path, arguments, message):
@@ -202,6 +204,36 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path, arguments, message):
 def test_other_models_are_refused(tmp_path):
     with pytest.raises(ValueError, match="trains causal recurrent models, not GPT2LMHeadModel"):
         RecurrentTrainer(tiny.base("gpt2"), RecurrentTrainingArguments(str(tmp_path), use_cpu=True), TRAIN)
+
+
+# --- carrying the state from sample to sample ----------------------------------------------------------------------
+
+
+def test_lanes_read_documents_in_order_and_score_every_target_once():
+    samples = Samples(TRAIN, 8, 2, 3, in_pieces=True)
+    lanes = Lanes(samples, rows=3, seed=0)
+    for epoch in (0, 1):
+        table = lanes.indices(epoch).reshape(-1, 3)
+        used = table[table < len(samples)]
+        assert sorted(used) == list(range(len(samples)))
+        for row in table.T:
+            pieces = [samples.pieces[i] for i in row if i < len(samples)]
+            for (document, _, stop, _), (following, start, _, _) in pairwise(pieces):
+                assert (following == document and start == stop) or start == 0
+    assert lanes.indices(0).tolist() != lanes.indices(1).tolist()
+    assert len(lanes) == table.size
+
+
+def test_with_the_state_carried_an_epoch_scores_what_whole_documents_score(tmp_path):
+    """At a learning rate of zero: the losses of all steps, weighed by their targets, are those of whole documents."""
+    job = trainer(tmp_path, carry_state=True, num_train_epochs=1, held_out=None, learning_rate=0.0,
+                  recurrence_learning_rate=0.0)  # fmt: skip
+    job.train()
+    steps = [entry for entry in job.state.log_history if "loss" in entry]
+    tokens = np.diff([job.tokens_after(step) for step in range(len(steps) + 1)])
+    nats = sum(entry["loss"] * count for entry, count in zip(steps, tokens, strict=True))
+    assert sum(tokens) == TARGETS
+    assert nats == pytest.approx(perplexity(job.model, TRAIN).nats, rel=1e-5)
 
 
 # --- resuming ------------------------------------------------------------------------------------------------------
@@ -237,6 +269,16 @@ def never_stopped(tmp_path_factory):
     job = trainer(tmp_path_factory.mktemp("whole"), **LONG)
     job.train()
     return job
+
+
+def test_resumed_with_a_carried_state_equals_never_stopped(tmp_path):
+    carrying = LONG | {"carry_state": True}
+    whole = trainer(tmp_path / "whole", **carrying)
+    whole.train()
+    trainer(tmp_path / "stopped", callbacks=[Watch(_stop_at(4))], **carrying).train()
+    again = trainer(tmp_path / "stopped", **carrying)
+    again.train(resume_from_checkpoint=True)
+    assert_identical(weights(again.model), weights(whole.model))
 
 
 @pytest.mark.parametrize(

@@ -158,9 +158,9 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         if input_ids is None and state is not None:  # no new tokens: that the documents end is all the news
             input_ids = state.tokens[:, :0]
         input_ids = checks.batch(input_ids)
-        signature = f"{self._signature}, overlap {overlap}"
-        state = self._fresh_state(len(input_ids), signature) if state is None else state
-        checks.state(state, len(input_ids), signature)
+        fresh = self.fresh_state(len(input_ids), overlap)
+        state = fresh if state is None else state
+        checks.state(state, len(input_ids), fresh.signature)
         checks.tokens(input_ids, attention_mask, self._vocabulary, state, final)
         checks.labels(labels, input_ids, self._num_classes)
         return Reading(
@@ -199,11 +199,14 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             )
         return sharded
 
-    def _fresh_state(self, batch: int, signature: str) -> State:
+    def fresh_state(self, batch: int, overlap: int | None = None) -> State:
+        """The state of documents of which nothing has been read yet."""
+        overlap = self.config.recurrence.overlap if overlap is None else overlap
         counts = torch.zeros(batch, dtype=torch.long)
         return State(
             carried=self.recurrence.weight.new_zeros(batch, *self.config.state_shape),
-            started=counts.bool(), tokens=counts[:, None][:, :0], pending=counts, read=counts, signature=signature,
+            started=counts.bool(), tokens=counts[:, None][:, :0], pending=counts, read=counts,
+            signature=f"{self._signature}, overlap {overlap}",
         )  # fmt: skip
 
     @property

@@ -57,6 +57,7 @@ class TrainSettings:
     keep_graph: bool | None = _recurrence(None, "Keep activations: faster, and memory grows.")
 
     windows_per_sample: int = _training(20, "Windows in a training sample.")
+    carry_state: bool = _training(False, "Start a sample with the state of the one before.")
     learning_rate: tuple[float, ...] = _training((5e-5,), "Of the base model; several are tried first.")
     recurrence_learning_rate: tuple[float, ...] = _training((1e-3,), "Of the new parameters; likewise.")
     search_tokens: int = _training(1_000_000, "Tokens each learning rate is tried on.")

@@ -21,9 +21,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from . import checkpoints
-from .data.samples import Order, Samples, collate
+from .data.samples import Lanes, Order, Samples, collate
 from .evaluation import Perplexity, perplexity
 from .heads import RecurrentForCausalLM
+from .reading import IGNORE
+from .state import State
 
 NEVER = 10**12  # steps: intervals are counted in tokens
 
@@ -42,6 +44,10 @@ class RecurrentTrainingArguments(TrainingArguments):
     )
     freeze_base: bool = field(default=False, metadata={"help": "train the recurrence module alone"})
     use_state: bool = field(default=True, metadata={"help": "False trains the plain model: every window stands alone"})
+
+    carry_state: bool = field(
+        default=False, metadata={"help": "start a sample with the state of the one before, without its gradient"}
+    )
 
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
@@ -65,6 +71,8 @@ class RecurrentTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
+        if self.carry_state and not self.use_state:
+            raise ValueError("carry_state=True carries what use_state=False removes: choose one.")
         if self.freeze_base and not self.use_state:
             raise ValueError("freeze_base trains the recurrence alone and use_state=False the base alone: choose one.")
         super().__post_init__()
@@ -92,13 +100,17 @@ class RecurrentTrainer(Trainer):
             raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}: make one "
                              "with add_recurrence(AutoModelForCausalLM.from_pretrained(...)).")  # fmt: skip
         recurrence = model.config.recurrence
-        self.samples = Samples(train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample)
+        self.samples = Samples(
+            train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample, in_pieces=args.carry_state
+        )
         if eval_dataset is None:
             args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
         model.base.requires_grad_(not args.freeze_base)
         model.recurrence.requires_grad_(args.use_state)
         self.global_batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        self.order = Order(len(self.samples), args.train_batch_size * args.world_size, args.data_seed or args.seed)
+        rows, seed = args.train_batch_size * args.world_size, args.data_seed or args.seed
+        self.order = Lanes(self.samples, rows, seed) if args.carry_state else Order(len(self.samples), rows, seed)
+        self.carried: State | None = None
         self.epoch_steps = math.ceil(len(self.order) / self.global_batch)
         self._targets: tuple[int, np.ndarray] = (-1, np.empty(0))
         if args.train_tokens is not None:
@@ -107,6 +119,8 @@ class RecurrentTrainer(Trainer):
             model, args, data_collator=collate, train_dataset=self.samples, eval_dataset=eval_dataset,
             callbacks=[_TokenFlow(self), *callbacks], **kwargs,
         )  # fmt: skip
+        # a first label counts too: a state precedes it, or it is -100
+        self._loss_shifts_labels = False
         self._staging: Path | None = None
 
     # --- samples and tokens ----------------------------------------------------------------------------------------
@@ -145,8 +159,34 @@ class RecurrentTrainer(Trainer):
                     optimizer.add_param_group({**group, "params": mine, "lr": rate})
         return optimizer
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, {**inputs, "use_state": self.args.use_state}, *args, **kwargs)
+    def compute_loss(  # type: ignore[override]
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        inputs = {**inputs, "use_state": self.args.use_state}
+        if self.args.carry_state:
+            inputs["state"] = self._state_for(inputs["labels"])
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if self.args.carry_state:
+            self.carried = outputs.state.detach()
+        return (loss, outputs) if return_outputs else loss
+
+    def _state_for(self, labels: Tensor) -> State:
+        """A batch goes on from the state of the last one, in the rows whose first token has a label: others begin."""
+        fresh = self.accelerator.unwrap_model(self.model).fresh_state(len(labels))
+        if self.carried is None:
+            return fresh
+        goes_on = (labels[:, 0] != IGNORE).tolist()
+        return State.cat([(self.carried if on else fresh)[[row]] for row, on in enumerate(goes_on)])
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.carried is not None:
+            self.carried.save(Path(output_dir) / f"state-{self.args.process_index}.safetensors")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        state = Path(checkpoint or "") / f"state-{self.args.process_index}.safetensors"
+        self.carried = State.load(state, self.args.device) if checkpoint and state.exists() else None
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(model, inputs, *args, **kwargs)

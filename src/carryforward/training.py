@@ -187,6 +187,7 @@ def _arguments(settings: TrainSettings, out: Path, report_to: str, use_cpu: bool
         recurrence_learning_rate=settings.recurrence_learning_rate[0],
         freeze_base=settings.freeze_base,
         use_state=settings.recurrence,
+        carry_state=settings.carry_state,
         num_train_epochs=settings.epochs,
         train_tokens=settings.train_tokens,
         eval_tokens=settings.eval_tokens,

@@ -43,7 +43,13 @@ def sample(document: Any, start: int, stop: int, score_from: int) -> dict[str, T
 class Samples(Dataset):
     """All samples of a set of documents, in their order; the one past the end is empty and fills up a last batch."""
 
-    def __init__(self, documents: Sequence[Any], window: int, overlap: int, windows_per_sample: int):
+    def __init__(
+        self, documents: Sequence[Any], window: int, overlap: int, windows_per_sample: int, *, in_pieces: bool = False
+    ):
+        """
+        Args:
+            in_pieces: a sample starts where the one before ended, for a state that is carried on from there.
+        """
         if windows_per_sample < 1:
             raise ValueError(f"windows_per_sample={windows_per_sample} must be at least 1 (the paper uses 20).")
         self.documents = documents
@@ -57,6 +63,9 @@ class Samples(Dataset):
                 f"Nothing to train on: none of the {len(documents)} documents has a second token to predict."
             )
         self.pieces = np.array(pieces, dtype=np.int64)  # document, start, stop, score_from
+        if in_pieces:  # what the window shares with the one before is in the state
+            later = self.pieces[:, 1] > 0
+            self.pieces[later, 1] = self.pieces[later, 3]
         self.targets = self.pieces[:, 2] - self.pieces[:, 3]
 
     def __len__(self) -> int:
@@ -113,3 +122,31 @@ class Order(Sampler[int]):
 
     def __len__(self) -> int:
         return self.count + -self.count % self.multiple
+
+
+class Lanes(Order):
+    """An order for states that are carried on: each row of a batch reads its documents one after the other, sample by
+    sample. Which documents share a row is fixed, to fill rows evenly; their order is shuffled by seed and epoch."""
+
+    def __init__(self, samples: Samples, rows: int, seed: int):
+        super().__init__(len(samples), rows, seed)
+        starts = np.flatnonzero(np.diff(samples.pieces[:, 0], prepend=-1))
+        self.documents = np.split(np.arange(self.count), starts[1:])  # the samples of each
+        self.lanes: list[list[int]] = [[] for _ in range(rows)]
+        fill = [0] * rows
+        for document in sorted(range(len(self.documents)), key=lambda i: -len(self.documents[i])):
+            row = fill.index(min(fill))
+            self.lanes[row].append(document)
+            fill[row] += len(self.documents[document])
+        self.steps = max(fill)
+
+    def indices(self, epoch: int) -> np.ndarray:
+        random = np.random.default_rng((self.seed, epoch))
+        table = np.full((self.steps, self.multiple), self.count)
+        for row, lane in enumerate(self.lanes):
+            order = [self.documents[document] for document in random.permutation(lane)]
+            table[: sum(map(len, order)), row] = np.concatenate(order) if order else []
+        return table.flatten()
+
+    def __len__(self) -> int:
+        return self.steps * self.multiple
