@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`add_recurrence`: from a Hugging Face model that is already loaded to a recurrent one."""
 
+import copy
 import dataclasses
 import logging
 from typing import Any
@@ -76,6 +77,8 @@ def add_recurrence(
             "or prefix=() to say that none are wanted.", model.config.model_type,
         )  # fmt: skip
     result = cls(RecurrentModelConfig(base_config=model.config, recurrence=recurrence), base=model)
+    if getattr(model, "generation_config", None) is not None:
+        result.generation_config = copy.deepcopy(model.generation_config)
     result.recurrence.to(device=model.device if model.device.type != "meta" else None, dtype=model.dtype)
     return result.train(model.training)
 

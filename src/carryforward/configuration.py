@@ -109,7 +109,7 @@ class RecurrentModelConfig(PreTrainedConfig):
     model_type = "carryforward"
     sub_configs = {"base_config": AutoConfig}
     # What `Trainer` must not gather over an evaluation: these do not have one row per token.
-    keys_to_ignore_at_inference = ["state", "nll_sum", "n_scored", "emitted"]
+    keys_to_ignore_at_inference = ["past_key_values", "state", "nll_sum", "n_scored", "emitted"]
 
     base_config: PreTrainedConfig = None  # type: ignore[assignment]  # read from a file, these two are dicts at first
     recurrence: RecurrenceConfig = None  # type: ignore[assignment]

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.utils import can_return_tuple
 
 from . import bptt, checks
+from .generation import Generation
 from .modeling import RecurrentOutput, RecurrentPreTrainedModel
 from .reading import IGNORE, Cell, Reading
 from .state import State
+from .window_cache import WindowCache
 
 
 class _TokenModel(RecurrentPreTrainedModel):
@@ -75,7 +78,7 @@ class _TokenModel(RecurrentPreTrainedModel):
         return empty.index_copy(0, where.to(values.device), values).unflatten(0, (batch, width)), fields
 
 
-class RecurrentForCausalLM(_TokenModel):
+class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transformers looks for the last by name
     """A causal language model that reads documents of any length, window by window, carrying a state."""
 
     auto_class = "AutoModelForCausalLM"
@@ -97,6 +100,7 @@ class RecurrentForCausalLM(_TokenModel):
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        past_key_values: WindowCache | None = None,
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them.
 
@@ -112,7 +116,11 @@ class RecurrentForCausalLM(_TokenModel):
             logits_to_keep: compute logits for the last so many columns only, or for the columns listed; 0 is all.
             return_logits: give logits beside the loss; without labels they are always given.
             num_items_in_batch: divide the loss by this instead of the number of scored targets.
+            past_key_values: `generate`'s: read the next tokens, and give the logits of the last one only.
         """
+        if past_key_values is not None:
+            next_logits = past_key_values.read(self, input_ids, attention_mask)
+            return RecurrentOutput(logits=next_logits, past_key_values=past_key_values)
         outputs = labels is None if return_logits is None else return_logits
         reading = self._plan(
             input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=False

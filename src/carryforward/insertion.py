@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+_HIDDEN = torch.finfo(torch.float32).min  # what eager attention adds where nothing is to be seen
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -32,6 +34,7 @@ class Architecture:
         attention: path from a layer to the module that makes keys and values.
         rotary: positions are rotations of queries and keys, not learned vectors.
         offset_positions: learned positions start after the padding id, so that fewer can be used.
+        masks_by_type: layers of different attention types take their masks from a dictionary.
         classify: the classification head applied to first-token vectors [B, k]; None where there is no such head.
     """
 
@@ -41,12 +44,26 @@ class Architecture:
     attention: str
     rotary: bool = False
     offset_positions: bool = False
+    masks_by_type: bool = False
     classify: Callable[[Any, Tensor], Tensor] | None = None
 
     def positions(self, config: Any) -> int:
         """How many positions the base model can use, or was trained on where they are rotary."""
         skipped = config.pad_token_id + 1 if self.offset_positions else 0
         return config.max_position_embeddings - skipped
+
+    def masks(self, config: Any, positions: Tensor, keys: int) -> Any:
+        """Attention masks for queries at `positions` [B, n] of a window, over keys at the window's first `keys` ones.
+
+        Made here where keys are kept in place and rows stand at different positions, which transformers cannot know.
+        """
+        distance = positions[:, None, :, None] - torch.arange(keys, device=positions.device)  # [B, 1, n, keys]
+        full = distance >= 0
+        sliding = getattr(config, "sliding_window", None)
+        near = full if sliding is None else full & (distance < sliding)
+        if config._attn_implementation == "eager":
+            full, near = (torch.zeros_like(m, dtype=torch.float).masked_fill(~m, _HIDDEN) for m in (full, near))
+        return {"full_attention": full, "sliding_attention": near} if self.masks_by_type else near
 
     def layer_list(self, body: nn.Module) -> nn.ModuleList:
         return body.get_submodule(self.layers)  # type: ignore[return-value]
@@ -69,6 +86,7 @@ def _modernbert_head(model: Any, first: Tensor) -> Tensor:
 
 
 _llama = Architecture(True, "layers", "input_layernorm", "self_attn", rotary=True)
+_qwen = Architecture(True, "layers", "input_layernorm", "self_attn", rotary=True, masks_by_type=True)
 _bert = Architecture(False, "encoder.layer", None, "attention.self", classify=_bert_head)
 _roberta = Architecture(
     False, "encoder.layer", None, "attention.self", offset_positions=True, classify=_first_token_head
@@ -80,9 +98,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "opt": Architecture(True, "decoder.layers", "self_attn_layer_norm", "self_attn"),
     "llama": _llama,
     "mistral": _llama,
-    "qwen2": _llama,
-    "qwen3": _llama,
-    "gemma3_text": _llama,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "gemma3_text": _qwen,
     "phi": _llama,
     "bert": _bert,
     "roberta": _roberta,
@@ -125,12 +143,16 @@ class Carry:
     Not a dataclass: FSDP copies those on their way to a layer, and outputs would be written to the copy.
 
     Attributes:
+        seen: [B]; where keys and values are kept (generation), which rows see slots kept by an earlier call.
         slots: for each layer the state enters (counted from 1), the vectors it receives, [B, S, k].
+        kept: for each layer that keeps such slots, their number.
         outputs: filled by the call: each layer's output [B, T, k].
     """
 
     def __init__(self) -> None:
         self.slots: dict[int, Tensor] = {}
+        self.kept: dict[int, int] = {}
+        self.seen: Tensor | None = None
         self.outputs: dict[int, Tensor] | None = {}
 
     def take_outputs(self) -> list[Tensor]:
@@ -158,6 +180,8 @@ def install(body: nn.Module, architecture: Architecture) -> None:
 def _enter(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Hand a layer's slots, through its own norm, on to its attention."""
     carry = kwargs.get("carry")
+    if carry is not None and carry.kept.get(number):
+        return args, {**kwargs, "kept_slots": (carry.kept[number], carry.seen)}
     if carry is None or number not in carry.slots:
         return None
     weight = next(layer.parameters())
@@ -178,6 +202,8 @@ def _collect(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any],
 
 def _prepend(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Put the slots in front of an attention module's input."""
+    if "kept_slots" in kwargs:
+        return args, {**kwargs, "attention_mask": _show_kept(kwargs["attention_mask"], *kwargs["kept_slots"])}
     slots = kwargs.get("slots")
     if slots is None:
         return None
@@ -205,6 +231,14 @@ def _grow_mask(mask: Tensor | None, count: int) -> Tensor | None:
     assert mask.ndim == 4, f"a mask [B, heads, queries, keys] was expected, got {tuple(mask.shape)}"
     rows = count if mask.shape[2] > 1 else 0  # one row may stand for all queries
     return pad(mask, (count, 0, rows, 0), value=True if mask.dtype == torch.bool else 0.0)
+
+
+def _show_kept(mask: Tensor, count: int, seen: Tensor) -> Tensor:
+    """Columns for slots whose keys and values are kept, visible in the rows that have some."""
+    visible = seen.to(mask.device)[:, None, None, None].expand(-1, 1, mask.shape[2], count)
+    if mask.dtype != torch.bool:
+        visible = torch.zeros_like(visible, dtype=mask.dtype).masked_fill(~visible, _HIDDEN)
+    return torch.cat([visible, mask], dim=-1)
 
 
 def _grow_rotation(rotation: Tensor, count: int) -> Tensor:

@@ -20,6 +20,7 @@ from .configuration import RecurrentModelConfig
 from .reading import Cell, Reading
 from .recurrence import Recurrence
 from .state import State
+from .window_cache import WindowCache
 
 logger = logging.get_logger(__name__)
 
@@ -35,6 +36,7 @@ class RecurrentOutput(ModelOutput):
         nll_sum, n_scored: the sum behind the loss, in nats, and the number of its targets. Both add up over pieces.
         emitted: for encoders, the document tokens [from, to) that each row's outputs stand for, [B, 2].
         state: where the documents stand, to go on with in the next call.
+        past_key_values: in generation, the window's keys and values, to go on with token by token.
     """
 
     loss: Tensor | None = None
@@ -44,6 +46,7 @@ class RecurrentOutput(ModelOutput):
     n_scored: Tensor | None = None
     emitted: Tensor | None = None
     state: State | None = None
+    past_key_values: WindowCache | None = None
 
 
 # Runs the base model on a cell's inputs and gives what the cell emits.
@@ -183,6 +186,26 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             devices={parameter.device for parameter in self.parameters()},
         )
         return bptt.unroll(plan, reading.before.carried.to(self.recurrence.weight))
+
+    @torch.no_grad()
+    def advance_state(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        state: State | None = None,
+        *,
+        overlap: int | None = None,
+        use_state: bool = True,
+    ) -> State:
+        """Where documents stand after more tokens. Only windows that are complete are run, and only for their state."""
+        reading = self._plan(
+            input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=False, final=False
+        )
+        program = _Program(self, reading, lambda cell, inputs: ())
+        table = reading.before.carried.to(self.recurrence.weight)
+        for cell in reading.cells:
+            _, table = program.advance(cell, table, head=False)
+        return reading.state(table)
 
     def _is_sharded(self) -> bool:
         """Whether FSDP gathers weights window by window. Gradients must then reach it through the plain graph, and all

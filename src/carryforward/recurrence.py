@@ -37,7 +37,11 @@ class Recurrence(nn.Module):
             h_prev, [B, G, S, k].
         """
         layers = [h[:, start:stop].to(self.weight.device) for h in (hidden if self.mixes_layers else hidden[-1:])]
-        z = self.pool(layers).to(self.weight.dtype)  # [B, S, k]
+        return self.carried(self.pool(layers))
+
+    def carried(self, z: Tensor) -> Tensor:
+        """h_prev, [B, G, S, k], from what was pooled, [B, S, k]."""
+        z = z.to(self.weight.dtype)
         # under autocast a network's output is of lower precision; states keep the weights'
         return torch.stack([network(z) for network in self.networks], dim=1).to(self.weight.dtype)
 
@@ -55,7 +59,12 @@ class Recurrence(nn.Module):
         if self.config.pooling == "mean":
             # The mean over positions first: the same number as mixing first, without a mix of P x k.
             return self.mix([_stretches(h, self.config.slots, torch.mean) for h in layers])
-        mixed = self.mix(layers)  # [B, P, k]
+        return self.pool_mixed(self.mix(layers))
+
+    def pool_mixed(self, mixed: Tensor) -> Tensor:
+        """The same from layers mixed already, [B, P, k]."""
+        if self.config.pooling == "mean":
+            return _stretches(mixed, self.config.slots, torch.mean)
         if self.config.pooling == "max":
             return _stretches(mixed, self.config.slots, torch.amax)
         scores = mixed @ self.keys.to(mixed.dtype).T / mixed.shape[-1] ** 0.5  # [B, P, S]

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing one token at a time: keys and values of the current window, and the state that enters it.
+
+The window's keys and values stay in place in buffers of its size. When a row's window is full, its state is pooled
+from what the layers gave for it, the overlap is read again as the start of the next window, and the buffers are used
+again: neither time nor memory depends on how much was written. Rows are at different places in their windows, so
+every row has its own position. The recurrent model comes with every call; the cache holds none.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from . import insertion
+from .state import State
+
+
+class WindowCache(Cache):
+    """What has been read of a batch of documents, ready to go on token by token. Give it as `past_key_values`.
+
+    Attributes:
+        columns: how many columns of the text have been given to it.
+    """
+
+    def __init__(self, state: State, overlap: int, use_state: bool = True):
+        """
+        Args:
+            state: where the documents stand; a fresh one for new documents.
+            overlap: tokens that consecutive windows share.
+            use_state: False removes the state.
+        """
+        super().__init__(layers=[])
+        self.state_before: State | None = state
+        self.overlap = overlap
+        self.use_state = use_state
+        self.columns = 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    # --- what transformers asks of a cache -----------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.columns
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def update(  # type: ignore[override]
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Put a call's keys and values, [b, heads, n, d], in their places; give back those of the whole window."""
+        slots = self._kept_at(layer_idx + 1)
+        places = self._places + slots
+        if key.shape[2] > places.shape[1]:  # the call brings slots: they stand in front
+            front = torch.arange(slots, device=places.device).expand(len(places), -1)
+            places = torch.cat([front, places], dim=1)
+        found = []
+        for buffers, new in ((self.keys, key), (self.values, value)):
+            if layer_idx not in buffers:
+                shape = (self._batch, key.shape[1], slots + self._window + 1, new.shape[3])
+                buffers[layer_idx] = new.new_zeros(shape)
+            buffer, rows = buffers[layer_idx], self._rows.to(new.device)
+            buffer[rows[:, None], :, places.to(new.device)] = new.transpose(1, 2).to(buffer.dtype)
+            found.append(buffer if len(rows) == len(buffer) else buffer[rows])
+        return found[0], found[1]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows for beams: each goes on from the row it came from."""
+        rows = beam_idx.tolist()
+        for buffers in (self.keys, self.values):
+            for layer, buffer in buffers.items():
+                buffers[layer] = buffer.index_select(0, beam_idx.to(buffer.device))
+        for name in ("_mixed", "_tokens", "_carried"):
+            tensor = getattr(self, name)
+            setattr(self, name, tensor.index_select(0, beam_idx.to(tensor.device)))
+        for name in ("_position", "_read", "_started"):
+            setattr(self, name, [getattr(self, name)[row] for row in rows])
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Read the next columns of every row; the logits of the last token of each, [B, 1, V]."""
+        if self.state_before is not None:
+            logits = self._begin(model, ids, mask)
+        else:
+            assert mask is None or bool(mask.all()), "padding stands in front of a prompt, never behind it"
+            for column in ids.split(1, dim=1):
+                logits = self._step(model, column)
+        self.columns += ids.shape[1]
+        return logits
+
+    def _begin(self, model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """The prompt: full windows give the state only; the tokens behind them fill the buffers."""
+        before, self.state_before = self.state_before, None
+        assert before is not None
+        if len(ids) != len(before):  # several sequences for each prompt
+            before = before[torch.arange(len(before)).repeat_interleave(len(ids) // len(before))]
+        state = model.advance_state(ids, mask, before, overlap=self.overlap, use_state=self.use_state)
+        self._signature = state.signature
+        self._batch, self._window = len(state), model.config.recurrence.window
+        self._layers, self._slots = model.config.insertion_layers, model.config.recurrence.slots
+        device = state.tokens.device
+        self._carried = state.carried
+        self._started: list[bool] = state.started.tolist()
+        self._read: list[int] = state.read.tolist()
+        self._position = [0] * self._batch
+        self._tokens = torch.zeros(self._batch, self._window + 1, dtype=torch.long, device=device)
+        size = model.config.base_config.hidden_size
+        self._mixed = model.recurrence.weight.new_zeros(self._batch, self._window + 1, size)
+        logits = None
+        for started in (False, True):
+            rows = [row for row in range(self._batch) if self._started[row] == started]
+            if rows:
+                lengths = [int(state.pending[row]) for row in rows]
+                tokens = state.tokens[rows, : max(lengths)]
+                part = self._call(model, rows, tokens, lengths, brings_slots=started)
+                logits = part.new_zeros(self._batch, *part.shape[1:]) if logits is None else logits
+                logits[rows] = part
+        assert logits is not None
+        return logits
+
+    def _step(self, model: Any, column: Tensor) -> Tensor:
+        """One more token in every row. Rows whose window is full begin the next one with it."""
+        full = [row for row in range(self._batch) if self._position[row] == self._window]
+        rest = [row for row in range(self._batch) if self._position[row] < self._window]
+        self._read = [read + 1 for read in self._read]
+        if not full:
+            return self._call(model, rest, column, [1] * len(rest))
+        shared = self._tokens[full, self._window - self.overlap : self._window]
+        if self.use_state:
+            pooled = model.recurrence.pool_mixed(self._mixed[full, : self._pooled(model)])
+            self._carried = self._carried.index_copy(0, self._index(full), model.recurrence.carried(pooled))
+        for row in full:
+            self._position[row], self._started[row] = 0, self.use_state
+        tokens = torch.cat([shared, column[full].to(shared.device)], dim=1)
+        parts = [(full, self._call(model, full, tokens, [tokens.shape[1]] * len(full), brings_slots=self.use_state))]
+        if rest:
+            parts.append((rest, self._call(model, rest, column[rest], [1] * len(rest))))
+        logits = parts[0][1].new_empty(self._batch, *parts[0][1].shape[1:])
+        for rows, part in parts:
+            logits[rows] = part
+        return logits
+
+    def _call(
+        self,
+        model: Any,
+        rows: Sequence[int],
+        tokens: Tensor,
+        lengths: Sequence[int],
+        brings_slots: bool = False,
+    ) -> Tensor:
+        """Run the base model on the next `lengths` tokens of some rows; tokens [b, n] are padded on the right."""
+        device = model.device
+        start = torch.tensor([self._position[row] for row in rows], device=device)[:, None]
+        offset = torch.arange(tokens.shape[1], device=device)
+        positions = start + offset
+        # what is padding goes to a place behind the window that nothing ever sees
+        self._places = positions.masked_fill(offset >= torch.tensor(lengths, device=device)[:, None], self._window)
+        self._rows = self._index(rows)
+        carry = insertion.Carry()
+        if brings_slots:
+            carry.slots = model._slots(self._carried.index_select(0, self._rows.to(self._carried.device)))
+        else:
+            carry.kept = dict.fromkeys(self._layers, self._slots)
+            carry.seen = torch.tensor([self._started[row] for row in rows])
+        base = model.config.base_config
+        keys = self._window + 1
+        last = sorted({length - 1 for length in lengths})
+        out = model.base(
+            input_ids=tokens.to(device),
+            position_ids=positions.clamp(max=self._window - 1),
+            attention_mask=model.config.architecture.masks(base, positions.clamp(max=self._window - 1), keys),
+            past_key_values=self,
+            use_cache=True,
+            logits_to_keep=torch.tensor(last, device=device),
+            carry=carry,
+        )
+        recurrence = model.recurrence
+        mixed = recurrence.mix([h.to(self._mixed) for h in carry.take_outputs()])
+        self._mixed[self._rows[:, None], self._places.to(self._mixed.device)] = mixed
+        self._tokens[self._rows[:, None], self._places.to(self._tokens.device)] = tokens.to(self._tokens)
+        for row, length in zip(rows, lengths, strict=True):
+            self._position[row] += length
+        return out.logits[torch.arange(len(rows)), [last.index(length - 1) for length in lengths]][:, None]
+
+    def _kept_at(self, layer: int) -> int:
+        """How many places in front of a layer's window are the slots'."""
+        return self._slots if layer in self._layers else 0
+
+    def _pooled(self, model: Any) -> int:
+        """How many positions of a window are pooled, as `Reading.pooled` has it."""
+        return min(self._window, self._window + model.config.recurrence.overlap - self.overlap)
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return torch.tensor(rows, device=self._tokens.device)
+
+    @property
+    def state(self) -> State:
+        """Where the documents stand: all tokens that were given, to go on with in any later call."""
+        if self.state_before is not None:
+            return self.state_before
+        pending = torch.tensor(self._position)
+        return State(
+            carried=self._carried, started=torch.tensor(self._started), tokens=self._tokens[:, : int(pending.max())],
+            pending=pending, read=torch.tensor(self._read), signature=self._signature,
+        )  # fmt: skip
