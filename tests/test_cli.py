@@ -450,7 +450,7 @@ def test_weights_that_are_not_numbers(home, tmp_path):
         model.transformer.h[1].mlp.c_fc.weight[0, 0] = torch.nan
     model.save_pretrained(bad)
     train = ["train", "--model", bad, "--data", home / "texts", *TRAIN, "--out", tmp_path / "own"]
-    assert "The loss became nan at step 1" in fail(*train, code=1)
+    assert "norm became nan at step 1" in fail(*train, code=1)
     message = fail(*evaluation(bad, home, "--window", WINDOW, "--json"), code=1)
     assert f"{bad} gives no finite likelihoods at overlap 0: its weights hold NaN" in message
 
@@ -458,9 +458,61 @@ def test_weights_that_are_not_numbers(home, tmp_path):
 def test_a_loss_that_explodes_leaves_what_was_saved(train):
     arguments = ["--learning-rate", 1e30, "--warmup-steps", 0, "--max-grad-norm", 0, "--save-tokens", 20]
     message = fail(*train, *arguments, code=1)
-    assert "The loss became" in message
+    assert "became" in message
     assert "Use a smaller learning rate" in message
     assert list(train[-1].glob("checkpoint-*"))
+
+
+def test_a_learning_rate_that_diverges_is_passed_over(train):
+    arguments = ["--learning-rate", 1e-3, 1e30, "--warmup-steps", 0, "--search-tokens", 100, "--json"]
+    record = json.loads(succeed(*train, *arguments).out)
+    assert [trial["rates"][0] for trial in record["search"]] == [1e-3, 1e30]
+    assert record["search"][1]["word_perplexity"] is None
+    assert record["chosen"]["learning_rate"] == 1e-3
+
+
+def test_a_run_does_not_go_on_with_other_data(train, home, tmp_path, monkeypatch):
+    texts = shutil.copytree(home / "texts", tmp_path / "texts")
+    command = [texts if argument == home / "texts" else argument for argument in train]
+    monkeypatch.setattr("carryforward.training._train", _interrupt)
+    fail(*command, code=130)
+    monkeypatch.undo()
+    (texts / "more.txt").write_text("More of it. " * 50)
+    assert "belongs to a run with other data or processes" in fail(*command, code=2)
+
+
+def _interrupt(*args):
+    raise KeyboardInterrupt
+
+
+def test_a_corrected_command_may_use_the_folder(train, home):
+    assert "choose one" in fail(*train, "--carry-state", "--no-recurrence", code=2)
+    assert "frobnicate is not supported" in fail(*train, "--report-to", "frobnicate", code=2)
+    succeed(*train)
+
+
+def test_a_checkpoint_of_a_plain_run_is_a_plain_model(train, home):
+    succeed(*train, "--no-recurrence", "--save-tokens", 100)
+    checkpoint = sorted(train[-1].glob("checkpoint-*"))[0]
+    (result,) = json.loads(succeed(*evaluation(checkpoint, home, "--json")).out)
+    assert not result["model"]["recurrent"]
+
+
+def test_other_evaluations_do_not_overwrite_each_other(trained, home, tmp_path):
+    for overlap in (0, 3):
+        succeed(*evaluation(trained, home, "--overlap", overlap, "--no-control", "--out", tmp_path))
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert "| 3" in (tmp_path / "table.md").read_text()
+    assert "| 0 |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_plain_model_of_any_type_is_scored(home, tmp_path):
+    config = transformers.BloomConfig(vocab_size=300, hidden_size=16, n_layer=2, n_head=2)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
+    transformers.AutoTokenizer.from_pretrained(home / "model").save_pretrained(tmp_path / "bloom")
+    (result,) = json.loads(succeed(*evaluation(tmp_path / "bloom", home, "--window", WINDOW, "--json")).out)
+    assert result["rows"][0]["flops"]["base"] is None
+    assert "| – |" in succeed(*evaluation(tmp_path / "bloom", home, "--window", WINDOW)).out
 
 
 def test_a_reader_that_has_enough(home):

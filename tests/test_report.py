@@ -30,7 +30,7 @@ def result(name, rows, recurrent=False, data="pg19", **fields):
         "versions": {"python": "3.11", "torch": "2.7"},
         "model": {"name": name, "base": "gpt2", "recurrent": recurrent, "window": 300,
                   "recurrence": {"slots": 1, "hidden_sizes": [200, 200]} if recurrent else None},
-        "data": {"name": data, "split": "test", "documents": 100, "max_tokens": None},
+        "data": {"name": data, "split": "test", "documents": 100, "words": 7000, "max_tokens": None},
         "rows": rows, **fields,
     }  # fmt: skip
 
@@ -52,7 +52,7 @@ RECURRENT = result(
 
 def test_markdown():
     assert report.markdown([RECURRENT, PLAIN]).splitlines() == [
-        "### pg19, test (100 documents)",
+        "### pg19, test (100 documents, 7,000 words)",
         "",
         "| model | overlap | FLOPs/token | word perplexity | state removed | token perplexity | bits/byte |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -80,9 +80,9 @@ def test_data_sets_are_kept_apart():
     other[1]["data"]["max_tokens"] = 15000
     text = report.markdown([PLAIN, *other])
     assert [line for line in text.splitlines() if line.startswith("#")] == [
-        "### pg19, test (100 documents)",
-        "### wikitext-103, test (100 documents)",
-        "### pg19, test (100 documents, max_tokens 15,000)",
+        "### pg19, test (100 documents, 7,000 words)",
+        "### wikitext-103, test (100 documents, 7,000 words)",
+        "### pg19, test (100 documents, 7,000 words, max_tokens 15,000)",
     ]
 
 
@@ -145,7 +145,7 @@ def test_figure(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["figure.png"]
     (axes,) = drawn.axes
     assert axes.get_xscale() == "log"
-    assert axes.get_title(loc="left") == "pg19, test (100 documents)"
+    assert axes.get_title(loc="left") == "pg19, test (100 documents, 7,000 words)"
     lines = {line.get_label(): line for line in axes.lines}
     assert list(lines["gpt2"].get_ydata()) == [147.71, 131.25]
     assert lines["gpt2"].get_linestyle() == "--"

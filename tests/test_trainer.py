@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's protocol on `Trainer`: what is scored, what is kept, and that a run killed anywhere resumes exactly."""
 
+import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,11 +184,34 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_are_touched(tmp_pa
             before.update(weights(job.model))
 
     job.add_callback(Watch(poison))
-    with pytest.raises(NonFiniteLoss, match="nan at step 5 .* smaller learning rate"):
+    with pytest.raises(NonFiniteLoss, match="norm became nan at step 5 .* smaller learning rate"):
         job.train()
     after = weights(job.model)
     assert all(torch.equal(value.nan_to_num(7), after[name].nan_to_num(7)) for name, value in before.items())
     assert checkpoints.latest(tmp_path) is not None, "what was saved is still there"
+
+
+def test_a_gradient_that_is_not_a_number_is_never_saved(tmp_path):
+    """Though the loss is one: the state is cut off from it, so only the gradient shows."""
+    job = trainer(tmp_path, save_tokens=1)
+
+    def poison(state, control):
+        if state.global_step == 3:
+            weight = job.model.recurrence.weight
+            weight.register_hook(lambda gradient: gradient * math.nan)
+
+    job.add_callback(Watch(poison))
+    with pytest.raises(NonFiniteLoss, match="at step 4"):
+        job.train()
+    assert checkpoints.latest(tmp_path).name == "checkpoint-3"
+    assert all(value.isfinite().all() for value in weights(job.model).values())
+
+
+def test_strategies_of_trainer_are_honoured(tmp_path):
+    job = trainer(tmp_path, save_strategy="no", eval_strategy="no", load_best_model_at_end=False, train_tokens=300)
+    job.train()
+    assert not checkpoints.of_run(tmp_path)
+    assert not any("eval_loss" in entry for entry in job.state.log_history)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +341,38 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(never_stopped, tmp_path,
     assert_identical(weights(again.model), weights(never_stopped.model))
     with pytest.raises(ValueError, match="is not there or was cut short"):
         trainer(tmp_path, **LONG).train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
+
+
+def test_resumed_from_its_last_checkpoint_a_run_trains_no_further(tmp_path):
+    """In the middle of an epoch, `Trainer` by itself would train one more step."""
+    whole = trainer(tmp_path, settings=DROPOUT, train_tokens=300, load_best_model_at_end=False)
+    whole.train()
+    again = trainer(tmp_path, settings=DROPOUT, train_tokens=300, load_best_model_at_end=False)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == whole.state.global_step
+    assert_identical(weights(again.model), weights(whole.model))
+
+
+def test_a_damaged_checkpoint_does_not_cost_the_good_ones(tmp_path):
+    trainer(tmp_path, callbacks=[Watch(_stop_at(9))], **LONG).train()
+    newest = checkpoints.of_run(tmp_path)[-1]
+    damaged = newest.with_name("checkpoint-99")
+    newest.rename(damaged)
+    (damaged / "optimizer.pt").write_bytes(b"")
+    job = trainer(tmp_path, callbacks=[Watch(_stop_at(11))], **LONG)
+    job.train(resume_from_checkpoint=True)
+    assert checkpoints.latest(tmp_path).name == "checkpoint-11"
+    assert not damaged.exists()
+
+
+@pytest.mark.parametrize("harm", [shutil.rmtree, lambda folder: (folder / "model.safetensors").write_bytes(b"")])
+def test_a_best_checkpoint_that_is_lost_is_not_claimed(tmp_path, harm, caplog):
+    trainer(tmp_path, callbacks=[Watch(_stop_at(9))], **LONG).train()
+    job = trainer(tmp_path, **LONG)
+    state = json.loads((checkpoints.latest(tmp_path) / "trainer_state.json").read_text())
+    harm(Path(state["best_model_checkpoint"]))
+    job.train(resume_from_checkpoint=True)
+    assert job.state.best_metric == pytest.approx(job.evaluate()["eval_word_perplexity"])
 
 
 def _stop_at(step):

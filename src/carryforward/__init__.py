@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .data.corpora import open_corpus as open_corpus
     from .data.documents import Documents as Documents
     from .data.documents import tokenise as tokenise
+    from .embedding import TokenVectors as TokenVectors
+    from .embedding import encode as encode
     from .evaluation import Perplexity as Perplexity
     from .evaluation import perplexity as perplexity
     from .flops import flops_per_token as flops_per_token
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from .heads import RecurrentForSequenceClassification as RecurrentForSequenceClassification
     from .heads import RecurrentForTokenClassification as RecurrentForTokenClassification
     from .heads import RecurrentModel as RecurrentModel
+    from .sentences import RecurrentTransformer as RecurrentTransformer
     from .state import State as State
     from .trainer import RecurrentTrainer as RecurrentTrainer
     from .trainer import RecurrentTrainingArguments as RecurrentTrainingArguments
@@ -38,6 +41,8 @@ _HOME = {
     "open_corpus": "data.corpora",
     "Documents": "data.documents",
     "tokenise": "data.documents",
+    "TokenVectors": "embedding",
+    "encode": "embedding",
     "Perplexity": "evaluation",
     "perplexity": "evaluation",
     "flops_per_token": "flops",
@@ -46,6 +51,7 @@ _HOME = {
     "RecurrentForSequenceClassification": "heads",
     "RecurrentForTokenClassification": "heads",
     "RecurrentModel": "heads",
+    "RecurrentTransformer": "sentences",
     "State": "state",
     "RecurrentTrainer": "trainer",
     "RecurrentTrainingArguments": "trainer",

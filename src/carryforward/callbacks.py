@@ -14,7 +14,7 @@ class StopGently(TrainerCallback):
     """A first Ctrl-C ends the step and saves; a second one ends at once."""
 
     def __init__(self) -> None:
-        self.requested = self.stopped = False
+        self.requested = self.stopped = False  # here; in any process
 
     def request(self, number: int, frame: Any) -> None:
         if self.requested:
@@ -25,7 +25,7 @@ class StopGently(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._anyone(args):
             control.should_save = control.should_training_stop = True
-            self.stopped = state.global_step < state.max_steps
+            self.stopped = True
 
     def _anyone(self, args: Any) -> bool:
         """All processes stop together, whichever heard the signal."""

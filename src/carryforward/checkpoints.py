@@ -113,6 +113,8 @@ def of_run(run: Path) -> list[Path]:
 
 def latest(run: Path) -> Path | None:
     """The newest complete checkpoint of a run; what is incomplete is passed over with a warning."""
+    for leftover in run.glob(".checkpoint-*.discarded"):
+        shutil.rmtree(leftover, ignore_errors=True)
     for path in reversed(of_run(run)):
         if is_complete(path):
             return path
@@ -123,5 +125,6 @@ def latest(run: Path) -> Path | None:
 def discard(folder: Path) -> None:
     """Delete a checkpoint; it is out of sight before the first file goes."""
     hidden = folder.with_name(f".{folder.name}.discarded")
+    shutil.rmtree(hidden, ignore_errors=True)  # of a deletion that was cut short
     folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

@@ -251,6 +251,37 @@ def evaluate(
 
 
 @app.command()
+def embed(
+    model: Annotated[str, typer.Argument(help="A recurrent model, or a plain one, read in windows that stand alone.")],
+    documents: Annotated[Path, typer.Argument(help="JSON lines, one document each.")],
+    out: Annotated[Path, typer.Option(help="vectors.parquet, .npy or .safetensors. The same command again goes on.")],
+    what: Annotated[str, typer.Option(help="document, tokens or windows.")] = "document",
+    pooling: Annotated[str, typer.Option(help="A document's vector: mean of its tokens, or its last state.")] = "mean",
+    window: Annotated[int | None, typer.Option(help="For plain models: tokens read at once.")] = None,
+    overlap: Annotated[int | None, typer.Option(help="Tokens that consecutive windows share.")] = None,
+    state: Annotated[bool, typer.Option(help="--no-state removes the state: every window stands alone.")] = True,
+    text_field: TextField = "text",
+    id_field: Annotated[str, typer.Option(help="The field that holds a document's id.")] = "id",
+    on_error: Annotated[str, typer.Option(help="A line that cannot be read: stop or skip.")] = "stop",
+    batch_size: Annotated[int, typer.Option(help="Documents read side by side.")] = 8,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Vectors of whole documents, of their tokens or of their windows."""
+    with _told_plainly():
+        from .embedding_files import embed as embed_file
+
+        done = embed_file(
+            model, documents, out, output=what, pooling=pooling, window=window, overlap=overlap, use_state=state,
+            text_field=text_field, id_field=id_field, on_error=on_error, batch_size=batch_size, device=device,
+        )  # type: ignore[arg-type]  # fmt: skip
+        told = f"{out}: {done['documents']:,} documents" + f", {len(done['skipped'])} lines skipped" * bool(
+            done["skipped"]
+        )
+        typer.echo(json.dumps(done) if as_json else told)
+
+
+@app.command()
 def flops(
     model: Annotated[str, typer.Option(help="A Hub name or a folder.")],
     window: Annotated[int | None, typer.Option(help="Tokens read at once; a recurrent model's own, or 300.")] = None,

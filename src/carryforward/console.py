@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the commands talk to people: progress and notes on stderr, where a terminal is; results never pass here."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ LOG_EVERY = 30  # seconds between progress lines where there is no terminal
 
 
 def note(message: str) -> None:
-    """A line on stderr."""
+    """A line on stderr, from the first of several processes."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     stderr.print(message, markup=False, soft_wrap=True)
 
 

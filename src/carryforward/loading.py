@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from . import checkpoints
+from . import checkpoints, heads
+from .adding import add_recurrence
+from .configuration import RecurrentModelConfig
+from .insertion import architecture_of
 from .modeling import RecurrentPreTrainedModel
 
 RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
@@ -23,12 +26,14 @@ class Loaded:
 
     Attributes:
         run: the record of the training run it comes from, if it comes from one.
+        untrained: recurrence was added on loading: its state means nothing.
     """
 
     name: str
     model: PreTrainedModel
     tokenizer: Any
     run: dict[str, Any] | None = None
+    untrained: bool = False
 
     @property
     def recurrent(self) -> bool:
@@ -41,7 +46,26 @@ def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     model = _load(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
     if Path(name).suffix == ".gguf":
         _make_plain(model)
+    if run is not None and not run["settings"].get("recurrence", True) and isinstance(model, RecurrentPreTrainedModel):
+        model = model.base  # a checkpoint of a plain model's run: its recurrence was never trained
     return Loaded(name, model, load_tokenizer(name), run)
+
+
+def load_recurrent(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
+    """Load a recurrent model with the head it was saved with; a plain model without its head, made recurrent."""
+    config, tokenizer = load_config(name), load_tokenizer(name)
+    if isinstance(config, RecurrentModelConfig):
+        if window not in (None, config.recurrence.window):
+            raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
+        model = _load(getattr(heads, config.architectures[0]).from_pretrained, name)  # type: ignore[index]
+        loaded = Loaded(name, model, tokenizer, _run_of(Path(name)))
+    else:
+        positions = architecture_of(config).positions(config)
+        plain = _load(AutoModel.from_pretrained, name)
+        model = add_recurrence(plain, tokenizer=tokenizer, window=window or min(positions, 512))
+        loaded = Loaded(name, model, tokenizer, untrained=True)
+    loaded.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()  # type: ignore[arg-type]
+    return loaded
 
 
 def load_tokenizer(name: str) -> Any:

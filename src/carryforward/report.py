@@ -19,6 +19,7 @@ the same way, table and figure show the newest; the CSV file has all.
 """
 
 import csv as _csv
+import hashlib
 import io
 import json
 import logging
@@ -42,7 +43,7 @@ Series = dict[int, tuple[Row | None, Row | None]]
 
 _NEEDED = {
     "model": ("name", "recurrent", "window"),
-    "data": ("name", "split", "documents", "max_tokens"),
+    "data": ("name", "split", "documents", "words", "max_tokens"),
     "row": ("overlap", "use_state", "untrained_overlap", "nats", "words", "line_ends", "word_perplexity",
             "token_perplexity", "bits_per_byte", "flops"),
     "flops": ("base", "recurrence", "vocabulary"),
@@ -148,10 +149,12 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for result in results:
         parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
-        name = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.")
+        how = (result["data"], _variant(result), [row["overlap"] for row in result["rows"]])  # another: another file
+        digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=3).hexdigest()
+        name = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") + f"-{digest}"
         with _beside(target / f"{name}.json") as file:
             file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    write(results, target)
+    write(load(target), target)
 
 
 def flops_table(rows: list[Row]) -> str:
@@ -207,7 +210,7 @@ def _lines(models: dict[str, tuple[bool, Series]]) -> list[Line]:
 
 def _points(rows: list[Row | None]) -> list[Point]:
     """FLOPs, perplexity and label of each row that has something to show."""
-    shown = [row for row in rows if row and math.isfinite(row["word_perplexity"] or math.inf)]
+    shown = [r for r in rows if r and math.isfinite(r["word_perplexity"] or math.inf) and math.isfinite(_cost(r))]
     return [(_cost(row), row["word_perplexity"], f"{row['overlap']}{'*' * row['untrained_overlap']}") for row in shown]
 
 
@@ -243,11 +246,15 @@ def _variant(result: Result) -> dict[str, Any]:
 
 def _title(data: dict[str, Any]) -> str:
     cut = f", max_tokens {data['max_tokens']:,}" if data["max_tokens"] is not None else ""
-    return f"{data['name']}, {data['split']} ({data['documents']:,} documents{cut})"
+    size = f"{data['documents']:,} documents, {data['words']:,} words{cut}"
+    return f"{data['name']}, {data['split']} ({size})"
 
 
 def _cost(row: Row | None) -> float:
+    """FLOPs per token, or NaN where they are not known."""
     assert row is not None, "a series has no overlap without a row"
+    if row["flops"]["base"] is None:
+        return math.nan
     return row["flops"]["base"] + row["flops"]["recurrence"]
 
 
@@ -267,6 +274,8 @@ def _number(row: Row | None, name: str, digits: int = 2) -> str:
 
 
 def _flops(value: float) -> str:
+    if math.isnan(value):
+        return "–"
     return f"{value:.2e}".replace("e+0", "e").replace("e+", "e")
 
 

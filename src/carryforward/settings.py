@@ -89,6 +89,8 @@ class TrainSettings:
             raise ValueError(f"--epochs {self.epochs}: it must be above 0.")
         if self.freeze_base and not self.recurrence:
             raise ValueError("--freeze-base trains the recurrence alone and --no-recurrence the rest: choose one.")
+        if self.carry_state and not self.recurrence:
+            raise ValueError("--carry-state carries what --no-recurrence leaves out: choose one.")
         self.recurrence_fields()
 
     def recurrence_fields(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
 
 from . import checkpoints
 from .data.samples import Lanes, Order, Samples, collate
@@ -26,6 +27,8 @@ from .evaluation import Perplexity, perplexity
 from .heads import RecurrentForCausalLM
 from .reading import IGNORE
 from .state import State
+
+logger = logging.get_logger(__name__)
 
 NEVER = 10**12  # steps: intervals are counted in tokens
 
@@ -108,7 +111,7 @@ class RecurrentTrainer(Trainer):
         model.base.requires_grad_(not args.freeze_base)
         model.recurrence.requires_grad_(args.use_state)
         self.global_batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        rows, seed = args.train_batch_size * args.world_size, args.data_seed or args.seed
+        rows, seed = args.train_batch_size * args.world_size, args.seed if args.data_seed is None else args.data_seed
         self.order = Lanes(self.samples, rows, seed) if args.carry_state else Order(len(self.samples), rows, seed)
         self.carried: State | None = None
         self.epoch_steps = math.ceil(len(self.order) / self.global_batch)
@@ -188,15 +191,23 @@ class RecurrentTrainer(Trainer):
         state = Path(checkpoint or "") / f"state-{self.args.process_index}.safetensors"
         self.carried = State.load(state, self.args.device) if checkpoint and state.exists() else None
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        if not torch.isfinite(loss):
-            raise NonFiniteLoss(
-                f"The loss became {loss.item()} at step {self.state.global_step + 1} "
-                f"({self.tokens_after(self.state.global_step):,} tokens). Use a smaller learning rate"
-                f"{', or bf16 instead of fp16' if self.args.fp16 else ''}."
-            )
-        return loss
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """`Trainer` asks for the norm before it touches the weights, once a step, the same on all processes."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if not math.isfinite(norm) and not self.args.fp16:  # there, loss scaling passes over such steps
+            raise self._not_finite(f"The gradient's norm became {float(norm)}", self.state.global_step + 1)
+        return norm
+
+    def _not_finite(self, what: str, step: int) -> NonFiniteLoss:
+        tokens = self.tokens_after(self.state.global_step)
+        return NonFiniteLoss(
+            f"{what} at step {step} ({tokens:,} tokens). Use a smaller learning rate, in another output folder."
+        )
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Resumed from its last checkpoint, a run is at its end: `Trainer` would train one step more."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
 
     # --- validation ------------------------------------------------------------------------------------------------
 
@@ -208,6 +219,8 @@ class RecurrentTrainer(Trainer):
         if documents is None:
             raise ValueError("evaluate needs documents: give eval_dataset, here or to RecurrentTrainer.")
         score = self._perplexity(documents)
+        if not math.isfinite(score.nats):  # before such weights are saved
+            raise self._not_finite(f"The validation loss became {score.nats}", self.state.global_step)
         metrics = {
             f"{metric_key_prefix}_loss": score.nats / max(score.tokens, 1),
             f"{metric_key_prefix}_word_perplexity": score.word_perplexity if score.words else score.token_perplexity,
@@ -249,6 +262,23 @@ class RecurrentTrainer(Trainer):
             raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not there or was cut short.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        start = super()._init_training_state(*args, **kwargs)
+        self._forget_lost_best()
+        return start
+
+    def _load_best_model(self) -> None:
+        self._forget_lost_best()
+        if self.state.best_model_checkpoint is not None:
+            super()._load_best_model()
+
+    def _forget_lost_best(self) -> None:
+        """The best checkpoint may have been deleted or damaged since; then the search for the best begins anew."""
+        best = self.state.best_model_checkpoint
+        if best is not None and not checkpoints.is_complete(Path(best)):
+            logger.warning("The best checkpoint, %s, is lost or incomplete: what follows is compared anew.", best)
+            self.state.best_model_checkpoint = self.state.best_metric = self.state.best_global_step = None
+
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Weights tied to others are saved once; anything else that is missing is an error, not a warning."""
         tied = set(self.accelerator.unwrap_model(self.model).all_tied_weights_keys)
@@ -277,7 +307,7 @@ class RecurrentTrainer(Trainer):
             shutil.rmtree(run / ".saving", ignore_errors=True)
         self.accelerator.wait_for_everyone()
         best = run / f"checkpoint-{self.state.best_global_step}" if self.state.best_global_step else None
-        if best is not None and best.name != name and not best.exists():
+        if best is not None and best.name != name and not checkpoints.is_complete(best):
             best = None
         with self._staged(run) as staging:
             super()._save_checkpoint(model, trial)
@@ -296,9 +326,11 @@ class RecurrentTrainer(Trainer):
         """Keep the best checkpoint and the newest ones."""
         if self.args.save_total_limit:
             others = [path for path in checkpoints.of_run(run) if path != best]
+            whole = [path for path in others if checkpoints.is_complete(path)]
             keep = max(self.args.save_total_limit - (best is not None), 1)
-            for path in others[:-keep]:
-                checkpoints.discard(path)
+            for path in others:
+                if path not in whole[-keep:]:
+                    checkpoints.discard(path)
 
 
 class _TokenFlow(TrainerCallback):
@@ -313,7 +345,7 @@ class _TokenFlow(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         before, now = self.trainer.tokens_after(state.global_step - 1), self.trainer.tokens_after(state.global_step)
         if now // args.eval_tokens > before // args.eval_tokens:
-            control.should_evaluate = self.trainer.eval_dataset is not None
-            control.should_save = True
+            control.should_evaluate |= args.eval_strategy != "no"
+            control.should_save |= args.save_strategy != "no"
         if args.save_tokens and now // args.save_tokens > before // args.save_tokens:
-            control.should_save = True
+            control.should_save |= args.save_strategy != "no"

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job behind `carryforward train`: a model, a corpus and settings in; a folder with a trained model out.
 
-A run's folder says in `run.json` what it was made with. The same settings go on where the run stopped; others are
-refused. Several learning rates are tried first, briefly, and the best by validation is used.
+Several learning rates are tried first, briefly, and the best by validation is used. `runs` keeps the run's folder.
 """
 
+import contextlib
 import dataclasses
+import gc
 import itertools
-import json
-import math
-import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,11 @@ from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.corpora import available_splits, open_corpus
 from .data.documents import Documents, tokenise
 from .heads import RecurrentForCausalLM
-from .loading import RUN_FILE, Loaded, load_causal, load_config, load_tokenizer
+from .loading import Loaded, load_causal, load_config, load_tokenizer
 from .provenance import provenance
+from .runs import Run
 from .settings import TrainSettings
-from .trainer import RecurrentTrainer, RecurrentTrainingArguments
+from .trainer import NonFiniteLoss, RecurrentTrainer, RecurrentTrainingArguments
 
 
 class Interrupted(KeyboardInterrupt):
@@ -41,19 +41,16 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
     """Train, or go on with a run that was stopped. Gives back the run's record, as in its `run.json`."""
     use_cpu = use_cpu or not torch.accelerator.is_available()  # or `Trainer` refuses bf16 there
     begin = RecurrentTrainingArguments(str(out), use_cpu=use_cpu, load_best_model_at_end=False)  # knows the processes
-    record = _read_run(settings, out)
-    if record["status"] == "finished":
+    run = Run(settings, out, writes=begin.should_save)
+    if run.finished:
         console.note(f"{out} is finished already. Use another --out to train again.")
-        return record
+        return run.record
     _check_recurrence(settings)
     tokenizer = load_tokenizer(settings.model)
     with begin.main_process_first(local=False):
         train_documents, validation = _documents(settings, tokenizer)
     console.note(_describe("training", train_documents) + (_describe("; validation", validation) if validation else ""))
-
-    if begin.should_save:  # not before model and data are known to be there: a corrected command may use the folder
-        out.mkdir(parents=True, exist_ok=True)
-        _write(out, record)
+    data = {"train": train_documents.key, "validation": validation.key if validation else None}
 
     def job(chosen: TrainSettings, folder: Path) -> RecurrentTrainer:
         arguments = _arguments(chosen, folder, report_to, use_cpu)
@@ -63,76 +60,37 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(Show(trainer))
+        # not before all is known to fit: a corrected command may use the folder
+        run.begin({"data": data, "processes": begin.world_size, "window": model.config.recurrence.window})
         return trainer
 
-    chosen = _search(settings, out, record, job, begin.should_save)
-    trainer = job(chosen, out)
-    started = time.monotonic()
-    _run(trainer, out)
-    if trainer.args.should_save:
+    with _stopping_gently() as stop:
+        trainer = job(_search(settings, run, job, stop), out)
+        started = time.monotonic()
+        _train(trainer, run, stop)
+    if begin.should_save:
         model = trainer.accelerator.unwrap_model(trainer.model)
         with checkpoints.written_beside(out) as beside:
             (model if settings.recurrence else model.base).save_pretrained(beside)
             tokenizer.save_pretrained(beside)
-        record |= _outcome(trainer, train_documents, validation, time.monotonic() - started)
-        _write(out, record)
+    run.finish(_outcome(trainer, time.monotonic() - started))
     trainer.accelerator.wait_for_everyone()
-    return record
+    return run.record
 
 
-# --- the run's folder ----------------------------------------------------------------------------------------------
-
-
-def _read_run(settings: TrainSettings, out: Path) -> dict[str, Any]:
-    """The record of a run: what its folder says, if it is one with the same settings, or a new one."""
-    wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
-    if not (out / RUN_FILE).exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"--out {out} exists and is not a run of carryforward. Use another folder.")
-        return {"kind": "run", "status": "running", "settings": wanted, "search": []}
-    try:
-        record = json.loads((out / RUN_FILE).read_text())
-        before = dict(record["settings"])
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{out / RUN_FILE} is damaged: {error}. Use another --out.") from error
-    differing = [name for name in wanted if wanted[name] != before.get(name)]
-    if differing:
-        told = ", ".join(f"{name}: {before.get(name)} there, {wanted[name]} here" for name in differing)
-        raise ValueError(
-            f"{out} belongs to a run with other settings ({told}). Use another --out, or the same settings."
-        )
-    return record
-
-
-def _write(out: Path, record: dict[str, Any]) -> None:
-    beside = out / f".{RUN_FILE}.{os.getpid()}.tmp"
-    beside.write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(beside, out / RUN_FILE)
-
-
-def _outcome(
-    trainer: RecurrentTrainer, documents: Documents, validation: Documents | None, seconds: float
-) -> dict[str, Any]:
+def _outcome(trainer: RecurrentTrainer, seconds: float) -> dict[str, Any]:
     history = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     for entry in history:
         entry["tokens"] = trainer.tokens_after(int(entry["step"]))
     return {
         **provenance(str(trainer.args.device)),
-        "status": "finished",
-        "processes": trainer.args.world_size,
         "steps": trainer.state.global_step,
         "tokens": trainer.tokens_after(trainer.state.global_step),
-        "seconds": seconds,
+        "seconds": seconds,  # of the last session
         "best_step": trainer.state.best_global_step,
-        "best_word_perplexity": _finite(trainer.state.best_metric),
-        "data": {"train": documents.key, "validation": validation.key if validation else None},
-        "history": [{key: _finite(value) for key, value in entry.items()} for entry in history],
+        "best_word_perplexity": trainer.state.best_metric,
+        "history": history,
     }
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- what goes in --------------------------------------------------------------------------------------------------
@@ -207,7 +165,7 @@ def _arguments(settings: TrainSettings, out: Path, report_to: str, use_cpu: bool
 # --- running -------------------------------------------------------------------------------------------------------
 
 
-def _search(settings: TrainSettings, out: Path, record: dict[str, Any], job: Any, writes: bool) -> TrainSettings:
+def _search(settings: TrainSettings, run: Run, job: Any, stop: StopGently) -> TrainSettings:
     """Try each pair of learning rates briefly and choose the best by validation; nothing to do for a single pair."""
     rates = settings.recurrence_learning_rate if settings.recurrence else settings.recurrence_learning_rate[:1]
     pairs = list(itertools.product(settings.learning_rate, rates))
@@ -215,39 +173,59 @@ def _search(settings: TrainSettings, out: Path, record: dict[str, Any], job: Any
         return settings
     if not settings.validation:
         raise ValueError("several learning rates are compared by validation: leave out --no-validation, or give one.")
-    tried = {tuple(trial["rates"]): trial["word_perplexity"] for trial in record["search"]}
+    tried = {tuple(trial["rates"]): trial["word_perplexity"] for trial in run.record["search"]}
+    folder = run.folder / "search"
     for base, new in pairs:
         if (base, new) in tried:
             continue
         console.note(f"trying learning rate {base:g}, of the recurrence {new:g}")
-        folder = out / "search"
         trial = dataclasses.replace(
             settings, learning_rate=(base,), recurrence_learning_rate=(new,), train_tokens=settings.search_tokens
         )
-        trainer = job(trial, folder)
-        _run(trainer, out)
-        tried[base, new] = trainer.state.best_metric
-        record["search"].append({"rates": [base, new], "word_perplexity": trainer.state.best_metric})
-        if writes:
+        tried[base, new] = _try(job(trial, folder), run, stop)
+        run.record["search"].append({"rates": [base, new], "word_perplexity": tried[base, new]})
+        if run.writes:
             shutil.rmtree(folder, ignore_errors=True)
-            _write(out, record)
-    base, new = min(tried, key=lambda pair: tried[pair])
+        run.write()
+    found = {pair: perplexity for pair, perplexity in tried.items() if perplexity is not None}
+    if not found:
+        raise NonFiniteLoss("No learning rate gave a finite loss: try smaller ones, with another --out.")
+    base, new = min(found, key=lambda pair: found[pair])
     console.note(f"best by validation: learning rate {base:g}, of the recurrence {new:g}")
-    record["chosen"] = {"learning_rate": base, "recurrence_learning_rate": new}
+    run.record["chosen"] = {"learning_rate": base, "recurrence_learning_rate": new}
     return dataclasses.replace(settings, learning_rate=(base,), recurrence_learning_rate=(new,))
 
 
-def _run(trainer: RecurrentTrainer, out: Path) -> None:
+def _try(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> float | None:
+    """The best word perplexity of a trial, or None if it came to nothing."""
+    try:
+        _train(trainer, run, stop)
+    except NonFiniteLoss as error:
+        console.note(str(error))
+        return None
+    finally:
+        gc.collect()  # a trainer holds itself in cycles; the next trial needs its memory
+    return trainer.state.best_metric
+
+
+def _train(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> None:
     """Train from the newest checkpoint, if there is one, until the end or a signal."""
-    stop = StopGently()
     trainer.add_callback(stop)
-    before = {number: signal.signal(number, stop.request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         trainer.train(resume_from_checkpoint=True)
     finally:
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)  # the bar, if it failed
+    if stop.stopped or stop.requested:
+        step = trainer.state.global_step
+        raise Interrupted(f"stopped at step {step} and saved in {run.folder}. To go on, give the same command again.")
+
+
+@contextlib.contextmanager
+def _stopping_gently() -> Iterator[StopGently]:
+    stop = StopGently()
+    before = {number: signal.signal(number, stop.request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if stop.stopped:
-        step = trainer.state.global_step
-        raise Interrupted(f"stopped at step {step} and saved in {out}. To go on, give the same command again.")

@@ -42,16 +42,17 @@ class Documents(Sequence[np.ndarray]):
         names: the documents' names in their corpus.
         name, split: the corpus and its split.
         key: the name of the cache entry; empty for documents made in memory.
+        max_tokens: how many of each document's first tokens were used; None where all were.
     """
 
     def __init__(
         self, tokens: np.ndarray, starts: np.ndarray, counts: dict[str, np.ndarray], names: Sequence[str],
-        *, name: str = "", split: str = "", key: str = "",
+        *, name: str = "", split: str = "", key: str = "", max_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self._tokens, self._starts = tokens, starts
         self.lengths, self.words, self.bytes, self.line_ends = (counts[count] for count in _COUNTS)
         self.names = list(names)
-        self.name, self.split, self.key = name, split, key
+        self.name, self.split, self.key, self.max_tokens = name, split, key, max_tokens
 
     @classmethod
     def of(
@@ -97,7 +98,8 @@ class Documents(Sequence[np.ndarray]):
         key = self.key and blake2b(self.key.encode() + chosen.tobytes(), digest_size=16).hexdigest()
         names = [self.names[i] for i in chosen]
         return Documents(
-            self._tokens, self._starts[chosen], counts, names, name=self.name, split=self.split, key=key
+            self._tokens, self._starts[chosen], counts, names, name=self.name, split=self.split, key=key,
+            max_tokens=self.max_tokens,
         )  # fmt: skip
 
 
@@ -207,7 +209,8 @@ def _open(folder: Path) -> Documents | None:
         logger.warning("%s is damaged (%s) and is made again.", folder, error)
         return None
     starts = _starts(counts["lengths"])
-    return Documents(tokens, starts, counts, names, name=meta["name"], split=meta["split"], key=meta["key"])
+    about = {name: meta[name] for name in ("name", "split", "key", "max_tokens")}
+    return Documents(tokens, starts, counts, names, **about)
 
 
 @contextlib.contextmanager

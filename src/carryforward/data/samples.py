@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
 from .. import windows
@@ -86,18 +87,16 @@ class Samples(Dataset):
 
 def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Right-padded batch; the mask says what is padding."""
-    width = max(len(sample["input_ids"]) for sample in samples)
-    batch = {
-        "input_ids": torch.zeros(len(samples), width, dtype=torch.long),
-        "attention_mask": torch.zeros(len(samples), width, dtype=torch.long),
-        "labels": torch.full((len(samples), width), IGNORE),
-    }
-    for row, sample in enumerate(samples):
-        length = len(sample["input_ids"])
-        batch["input_ids"][row, :length] = sample["input_ids"]
-        batch["labels"][row, :length] = sample["labels"]
-        batch["attention_mask"][row, :length] = 1
-    return batch
+    batch = pad([sample["input_ids"] for sample in samples])
+    labels = pad_sequence([sample["labels"] for sample in samples], batch_first=True, padding_value=IGNORE)
+    return batch | {"labels": labels}
+
+
+def pad(rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Token ids of different lengths as a right-padded batch with its mask."""
+    ids = pad_sequence(list(rows), batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 
 
 class Order(Sampler[int]):
