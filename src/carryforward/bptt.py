@@ -15,15 +15,15 @@ This file knows nothing of models: a `Program` says what a window computes.
 """
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 Emission = tuple[Tensor, ...]
 
@@ -81,7 +81,7 @@ def unroll(plan: Plan, table: Tensor) -> tuple[list[Emission], Tensor]:
     differentiable = torch.is_grad_enabled() and (bool(plan.parameters) or table.requires_grad)
     keep_graph = plan.keep_graph
     if differentiable and not keep_graph and any(parameter._backward_hooks for parameter in plan.parameters):
-        logger.warning(
+        logger.warning_once(
             "A hook on a parameter's gradient would run once for every window: the graph of all windows is kept "
             "instead, and memory grows with their number. Tensor.register_post_accumulate_grad_hook does not need that."
         )
