@@ -3,8 +3,8 @@
 
     python search_documents.py [MODEL] [QUESTION]
 
-MODEL is a recurrent model or an encoder by name or folder, such as sentence-transformers/all-MiniLM-L6-v2. Without one, a
-tiny untrained encoder is made on the spot: it shows the way, and finds nothing.
+MODEL is a recurrent model or an encoder by name or folder, such as sentence-transformers/all-MiniLM-L6-v2. Without
+one, a tiny untrained encoder is made on the spot: it shows the way, and finds nothing.
 """
 
 import sys

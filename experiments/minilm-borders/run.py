@@ -37,7 +37,8 @@ def main() -> None:
     room = 510
     borders = [room * n for n in range(1, len(ids) // room)][:BORDERS]
     places = {d: [p for b in borders for p in (b - 1 - d, b + d)] for d in DISTANCES}
-    middle = {p: in_the_middle(base, tokenizer, ids, p, room) for p in sorted({p for ps in places.values() for p in ps})}
+    every = sorted({place for some in places.values() for place in some})
+    middle = {place: in_the_middle(base, tokenizer, ids, place, room) for place in every}
     alone = windows_alone(base, tokenizer, ids, room)
     rows = []
     for overlap in OVERLAPS:

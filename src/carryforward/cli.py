@@ -251,6 +251,51 @@ def evaluate(
 
 
 @app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A run, a folder or a Hub name; recurrent, or plain.")],
+    source: Annotated[str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file that holds it.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 200,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token, as --temperature 0.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling (the model's setting, or 1).")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from so many tokens (the model's setting, or 50).")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest that add up to this.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Nor from those less likely than this times the best.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 disfavours what was written.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same text again.")] = None,
+    state_in: Annotated[Path | None, typer.Option(help="Go on from where --state-out stopped.")] = None,
+    state_out: Annotated[Path | None, typer.Option(help="Where to keep the state of the whole text.")] = None,
+    overlap: Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")] = None,
+    state: Annotated[bool, typer.Option(help="--no-state removes the state: every window stands alone.")] = True,
+    device: Device = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Write on from a prompt, without a length limit. The text goes to stdout as it is written."""
+    with _told_plainly():
+        from . import writing
+
+        def show(piece: str) -> None:
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
+
+        choice = writing.Choice(greedy, temperature, top_k, top_p, min_p, repetition_penalty)
+        record = writing.write(
+            model, writing.read_prompt(prompt, prompt_file, source), choice=choice, max_new_tokens=max_new_tokens,
+            seed=seed, state_in=state_in, state_out=state_out, overlap=overlap, use_state=state, device=device,
+            dtype=dtype, show=None if as_json else show,
+        )  # fmt: skip
+        if as_json:
+            typer.echo(json.dumps(record))
+        elif sys.stdout.isatty():
+            typer.echo()
+        writing.told(record)
+        if record["ended"] == "interrupted":
+            raise typer.Exit(130)
+
+
+@app.command()
 def embed(
     model: Annotated[str, typer.Argument(help="A recurrent model, or a plain one, read in windows that stand alone.")],
     documents: Annotated[Path, typer.Argument(help="JSON lines, one document each.")],

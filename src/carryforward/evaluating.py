@@ -18,7 +18,7 @@ from .data.corpora import open_corpus
 from .data.documents import Documents, tokenise
 from .evaluation import Perplexity, check_positions, perplexity
 from .flops import flops_per_token
-from .loading import Loaded, load_causal
+from .loading import Loaded, load_causal, usable_device
 from .provenance import provenance
 
 
@@ -48,7 +48,7 @@ def evaluate(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("evaluate runs in one process: start it without torchrun.")
-    device = _device(device)
+    device = usable_device(device)
     torch.manual_seed(seed)  # nothing here is random; said in the result all the same
     loaded = load_causal(name)
     window, trained = _reading(loaded, window)
@@ -104,16 +104,6 @@ def _flops(loaded: Loaded, window: int, overlap: int, use_state: bool) -> dict[s
         return dataclasses.asdict(flops_per_token(loaded.model.config, window, overlap, use_state=use_state))
     except ValueError:  # a plain model of a type whose inside is not known
         return {"base": None, "recurrence": None, "vocabulary": None}
-
-
-def _device(name: str | None) -> str:
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # unknown, or not on this machine
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"--device {name} cannot be used: {reason.rstrip('.')}. Leave it out, or use cpu.") from error
-    return name
 
 
 def _ratios(score: Perplexity) -> dict[str, float | None]:

@@ -4,24 +4,35 @@
 Sampling, beams, processors, stopping and streaming are transformers' own; `window_cache` holds what recurrence adds.
 """
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 
+from . import checks
 from .state import State
-from .window_cache import WindowCache
+from .window_cache import WindowCache, check_cache
+
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+# What transformers can be asked for, and why it cannot be had here.
+_REFUSED = {
+    "inputs_embeds": "the overlap is read again as tokens; give input_ids",
+    "cache_implementation": "a recurrent model has a cache of its own; leave it out",
+    "prefill_chunk_size": "prompts are read window by window anyway; leave it out",
+    "guidance_scale": "the unconditional text would need a state of its own; leave it out",
+    "output_attentions": "windows come and go; call the model itself",
+    "output_hidden_states": "windows come and go; call the model itself",
+}
 
 
 class Generation(GenerationMixin):
     """Adds `generate` to a recurrent causal model."""
 
-    fresh_state: Callable[..., State]
-
     def generate(  # type: ignore[override]
         self,
         inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
         *args: Any,
         state: State | None = None,
         overlap: int | None = None,
@@ -31,25 +42,63 @@ class Generation(GenerationMixin):
         """As `transformers`' `generate`, for prompts and outputs of any length.
 
         Args:
-            inputs: the prompts, [B, N], padded on the left.
+            inputs: the prompts, [B, N], padded on the left. With a state they may be left out: its last tokens are
+                then the prompts.
             state: go on from here: the prompts are what follows.
             overlap: write at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone.
             *args, **kwargs: as for every Hugging Face model. With `return_dict_in_generate=True` the result's
-                `past_key_values.state` is where the documents stand, all but the last token read.
+                `past_key_values.state` is where the documents stand: each row but its last token, an eos included,
+                has been read. There is none after beam search.
         """
-        prompts = inputs if inputs is not None else kwargs.get("input_ids")
-        rows = len(state) if state is not None else 1 if prompts is None else len(prompts)
-        overlap = self.config.recurrence.overlap if overlap is None else overlap
-        begin = self.fresh_state(rows, overlap) if state is None else state
-        if kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = WindowCache(begin, overlap, use_state)
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        model: Any = self  # a `PreTrainedModel`, which a mixin cannot know
+        if model.training and model.is_gradient_checkpointing:
+            raise ValueError(
+                "generate needs a cache, which gradient checkpointing takes away: call model.eval() first."
+            )
+        settings, _ = model._prepare_generation_config(generation_config, **kwargs)
+        _check_settings(settings, kwargs)
+        prompts = inputs if inputs is not None else kwargs.pop("input_ids", None)
+        if state is not None and (prompts is None or not prompts.shape[1]):
+            state, prompts = state.before_last()
+            kwargs["attention_mask"] = torch.ones_like(prompts)  # or transformers may take a token for padding
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            overlap = model.config.recurrence.overlap if overlap is None else overlap
+            checks.overlap(model.config, overlap)
+            fresh = model.fresh_state(1 if prompts is None else len(prompts), overlap)
+            if state is not None:
+                checks.state(state, len(fresh), fresh.signature)
+            cache = kwargs["past_key_values"] = WindowCache(fresh if state is None else state, overlap, use_state)
+        else:
+            check_cache(cache, state=state, overlap=overlap)
+        ends = settings.eos_token_id
+        cache.ends = () if ends is None else tuple(torch.as_tensor(ends).flatten().tolist())
+        return super().generate(prompts, generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Tensor, past_key_values: WindowCache, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """The columns the cache has not seen yet."""
         new = slice(past_key_values.columns, None)
+        if not input_ids[:, new].numel():
+            raise ValueError(
+                f"past_key_values has read {past_key_values.columns} columns, and input_ids has {input_ids.shape[1]}: "
+                "give the whole text so far and something new, or go on from past_key_values.state instead."
+            )
         mask = None if attention_mask is None else attention_mask[:, new]
         return {"input_ids": input_ids[:, new], "attention_mask": mask, "past_key_values": past_key_values}
+
+
+def _check_settings(settings: GenerationConfig, arguments: dict[str, Any]) -> None:
+    mode = str(settings.get_generation_mode(arguments.get("assistant_model")).value)
+    if mode not in _MODES:
+        raise ValueError(
+            f"generate cannot do {mode.replace('_', ' ')} with a recurrent model: a state cannot take tokens back. Use "
+            "greedy search, sampling or beams (no assistant_model, prompt_lookup_num_tokens, penalty_alpha, "
+            "dola_layers, num_beam_groups or constraints)."
+        )
+    for name, reason in _REFUSED.items():
+        value = arguments.get(name, getattr(settings, name, None))
+        if value is not None and value is not False:
+            raise ValueError(f"{name} cannot be used to generate with a recurrent model: {reason}.")

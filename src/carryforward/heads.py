@@ -19,7 +19,7 @@ from .generation import Generation
 from .modeling import RecurrentOutput, RecurrentPreTrainedModel
 from .reading import IGNORE, Cell, Reading
 from .state import State
-from .window_cache import WindowCache
+from .window_cache import WindowCache, check_cache
 
 
 class _TokenModel(RecurrentPreTrainedModel):
@@ -119,6 +119,7 @@ class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transfo
             past_key_values: `generate`'s: read the next tokens, and give the logits of the last one only.
         """
         if past_key_values is not None:
+            check_cache(past_key_values, labels=labels, state=state, overlap=overlap)
             next_logits = past_key_values.read(self, input_ids, attention_mask)
             return RecurrentOutput(logits=next_logits, past_key_values=past_key_values)
         outputs = labels is None if return_logits is None else return_logits

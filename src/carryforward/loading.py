@@ -64,8 +64,19 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
         plain = _load(AutoModel.from_pretrained, name)
         model = add_recurrence(plain, tokenizer=tokenizer, window=window or min(positions, 512))
         loaded = Loaded(name, model, tokenizer, untrained=True)
-    loaded.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()  # type: ignore[arg-type]
+    loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
+
+
+def usable_device(name: str | None) -> str:
+    """The device asked for, or the best there is."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # unknown, or not on this machine
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--device {name} cannot be used: {reason.rstrip('.')}. Leave it out, or use cpu.") from error
+    return name
 
 
 def load_tokenizer(name: str) -> Any:

@@ -85,6 +85,13 @@ class State:
             return torch.full_like(self.tokens, -100)
         return example.new_full((len(self), *example.shape[1:]), -torch.inf)
 
+    def before_last(self) -> tuple["State", Tensor]:
+        """The state one token earlier, and that token of each row, [B, 1]."""
+        if not bool((self.pending > 0).all()):
+            raise ValueError("state has rows of which nothing was read: there is no last token to go on from.")
+        last = self.tokens.gather(1, (self.pending - 1)[:, None].to(self.tokens.device))
+        return dataclasses.replace(self, pending=self.pending - 1, read=self.read - 1), last
+
     def detach(self) -> "State":
         """The same state, through which no gradient flows."""
         return self._map(lambda x: x.clone() if x.is_inference() else x.detach())
@@ -99,7 +106,8 @@ class State:
         from safetensors.torch import save_file
 
         path = Path(path)
-        tensors = {name: x.detach().cpu().contiguous() for name, x in self._tensors().items()}
+        # cloned: a fresh state's counts are one tensor, which safetensors would not write twice
+        tensors = {name: x.detach().cpu().clone().contiguous() for name, x in self._tensors().items()}
         note = {"signature": self.signature, "ended": json.dumps(self.ended), "format": "carryforward-state"}
         beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:

@@ -23,7 +23,12 @@ class WindowCache(Cache):
 
     Attributes:
         columns: how many columns of the text have been given to it.
+        ends: tokens that end a row. `generate` goes on giving padding to a row that ended before others; neither that
+            nor the token that ended it is read.
     """
+
+    is_croppable = False  # transformers must not read a token ahead and take it back
+    is_compileable = False
 
     def __init__(self, state: State, overlap: int, use_state: bool = True):
         """
@@ -37,6 +42,8 @@ class WindowCache(Cache):
         self.overlap = overlap
         self.use_state = use_state
         self.columns = 0
+        self.ends: tuple[int, ...] = ()
+        self.has_beams = False
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -47,10 +54,6 @@ class WindowCache(Cache):
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return -1
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
 
     def update(  # type: ignore[override]
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -73,6 +76,7 @@ class WindowCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows for beams: each goes on from the row it came from."""
+        self.has_beams = True
         rows = beam_idx.tolist()
         for buffers in (self.keys, self.values):
             for layer, buffer in buffers.items():
@@ -80,29 +84,40 @@ class WindowCache(Cache):
         for name in ("_mixed", "_tokens", "_carried"):
             tensor = getattr(self, name)
             setattr(self, name, tensor.index_select(0, beam_idx.to(tensor.device)))
-        for name in ("_position", "_read", "_started"):
+        for name in ("_position", "_read", "_started", "_ended"):
             setattr(self, name, [getattr(self, name)[row] for row in rows])
 
     # --- reading -------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def read(self, model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Read the next columns of every row; the logits of the last token of each, [B, 1, V]."""
-        if self.state_before is not None:
-            logits = self._begin(model, ids, mask)
-        else:
-            assert mask is None or bool(mask.all()), "padding stands in front of a prompt, never behind it"
-            for column in ids.split(1, dim=1):
-                logits = self._step(model, column)
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError(
+                "attention_mask ends with 0: what is to be continued must be padded on the left "
+                "(padding_side='left' in the tokenizer)."
+            )
+        if self.state_before is None and len(ids) != self._batch:
+            raise ValueError(f"past_key_values has {self._batch} rows, input_ids has {len(ids)}.")
+        if self.state_before is None and ids.shape[1] > 1:  # more text for a batch already begun
+            if any(self._ended):
+                raise ValueError(
+                    f"row {self._ended.index(True)} has ended: go on from past_key_values.state instead, with the text "
+                    "that follows in each row."
+                )
+            self.state_before = self.state
+        logits = self._step(model, ids) if self.state_before is None else self._begin(model, ids, mask)
         self.columns += ids.shape[1]
         return logits
 
     def _begin(self, model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
         """The prompt: full windows give the state only; the tokens behind them fill the buffers."""
-        before, self.state_before = self.state_before, None
+        before = self.state_before
         assert before is not None
-        if len(ids) != len(before):  # several sequences for each prompt
+        if len(ids) > len(before):  # several sequences for each prompt
             before = before[torch.arange(len(before)).repeat_interleave(len(ids) // len(before))]
         state = model.advance_state(ids, mask, before, overlap=self.overlap, use_state=self.use_state)
+        self.state_before = None
         self._signature = state.signature
         self._batch, self._window = len(state), model.config.recurrence.window
         self._layers, self._slots = model.config.insertion_layers, model.config.recurrence.slots
@@ -111,6 +126,7 @@ class WindowCache(Cache):
         self._started: list[bool] = state.started.tolist()
         self._read: list[int] = state.read.tolist()
         self._position = [0] * self._batch
+        self._ended = [False] * self._batch
         self._tokens = torch.zeros(self._batch, self._window + 1, dtype=torch.long, device=device)
         size = model.config.base_config.hidden_size
         self._mixed = model.recurrence.weight.new_zeros(self._batch, self._window + 1, size)
@@ -128,11 +144,16 @@ class WindowCache(Cache):
 
     def _step(self, model: Any, column: Tensor) -> Tensor:
         """One more token in every row. Rows whose window is full begin the next one with it."""
-        full = [row for row in range(self._batch) if self._position[row] == self._window]
-        rest = [row for row in range(self._batch) if self._position[row] < self._window]
-        self._read = [read + 1 for read in self._read]
+        if self.ends and self._batch > 1:  # a single row that ends is not gone on with
+            self._ended = [
+                ended or token in self.ends for ended, token in zip(self._ended, column[:, 0].tolist(), strict=True)
+            ]
+        full = [row for row in range(self._batch) if self._position[row] == self._window and not self._ended[row]]
+        rest = [row for row in range(self._batch) if row not in full]
+        new = [0 if ended else 1 for ended in self._ended]
+        self._read = [read + count for read, count in zip(self._read, new, strict=True)]
         if not full:
-            return self._call(model, rest, column, [1] * len(rest))
+            return self._call(model, rest, column, new)
         shared = self._tokens[full, self._window - self.overlap : self._window]
         if self.use_state:
             pooled = model.recurrence.pool_mixed(self._mixed[full, : self._pooled(model)])
@@ -142,7 +163,7 @@ class WindowCache(Cache):
         tokens = torch.cat([shared, column[full].to(shared.device)], dim=1)
         parts = [(full, self._call(model, full, tokens, [tokens.shape[1]] * len(full), brings_slots=self.use_state))]
         if rest:
-            parts.append((rest, self._call(model, rest, column[rest], [1] * len(rest))))
+            parts.append((rest, self._call(model, rest, column[rest], [new[row] for row in rest])))
         logits = parts[0][1].new_empty(self._batch, *parts[0][1].shape[1:])
         for rows, part in parts:
             logits[rows] = part
@@ -156,7 +177,10 @@ class WindowCache(Cache):
         lengths: Sequence[int],
         brings_slots: bool = False,
     ) -> Tensor:
-        """Run the base model on the next `lengths` tokens of some rows; tokens [b, n] are padded on the right."""
+        """Run the base model on the next `lengths` tokens of some rows; tokens [b, n] are padded on the right.
+
+        A row of length 0 runs along and leaves no trace: taking it out of the batch would copy the others' buffers.
+        """
         device = model.device
         start = torch.tensor([self._position[row] for row in rows], device=device)[:, None]
         offset = torch.arange(tokens.shape[1], device=device)
@@ -172,7 +196,7 @@ class WindowCache(Cache):
             carry.seen = torch.tensor([self._started[row] for row in rows])
         base = model.config.base_config
         keys = self._window + 1
-        last = sorted({length - 1 for length in lengths})
+        last = sorted({max(length - 1, 0) for length in lengths})
         out = model.base(
             input_ids=tokens.to(device),
             position_ids=positions.clamp(max=self._window - 1),
@@ -188,7 +212,7 @@ class WindowCache(Cache):
         self._tokens[self._rows[:, None], self._places.to(self._tokens.device)] = tokens.to(self._tokens)
         for row, length in zip(rows, lengths, strict=True):
             self._position[row] += length
-        return out.logits[torch.arange(len(rows)), [last.index(length - 1) for length in lengths]][:, None]
+        return out.logits[torch.arange(len(rows)), [last.index(max(length - 1, 0)) for length in lengths]][:, None]
 
     def _kept_at(self, layer: int) -> int:
         """How many places in front of a layer's window are the slots'."""
@@ -203,11 +227,29 @@ class WindowCache(Cache):
 
     @property
     def state(self) -> State:
-        """Where the documents stand: all tokens that were given, to go on with in any later call."""
+        """Where the documents stand, to go on with in any later call: all that was given, less what ended a row."""
+        if self.has_beams:
+            raise ValueError(
+                "after beam search there is no state: the beams that were still running are not the texts given out. "
+                "Read those with model.advance_state."
+            )
         if self.state_before is not None:
             return self.state_before
         pending = torch.tensor(self._position)
         return State(
-            carried=self._carried, started=torch.tensor(self._started), tokens=self._tokens[:, : int(pending.max())],
+            carried=self._carried, started=torch.tensor(self._started),
+            tokens=self._tokens[:, : int(pending.max())].clone(),  # the buffer is written on
             pending=pending, read=torch.tensor(self._read), signature=self._signature,
         )  # fmt: skip
+
+
+def check_cache(cache: Any, **others: Any) -> None:
+    """Refuse another kind of cache, and what a cache knows already."""
+    if not isinstance(cache, WindowCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}: a recurrent model goes on from the WindowCache that "
+            "generate gave out, or from a state."
+        )
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name} cannot be given together with past_key_values, which goes on as it began.")

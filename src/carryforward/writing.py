@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job behind `carryforward generate`: a model and a prompt in, text as it is written and a record of it out.
+
+A state written here holds everything, the last token too: what comes next simply follows.
+"""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from . import console
+from .adding import special_tokens
+from .data.encoding import Encoder
+from .loading import Loaded, load_causal, usable_device
+from .state import State
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CONTEXT = 16  # tokens before a new one that may decide how it is spelt: is there a space in front of it?
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the next token is chosen; None is as the model's own generation config has it.
+
+    Attributes:
+        greedy: always the likeliest, as at temperature 0.
+    """
+
+    greedy: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        checks: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+            ("temperature", "at least 0", lambda x: x >= 0),
+            ("top_k", "at least 1", lambda x: x >= 1),
+            ("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1),
+            ("min_p", "from 0 to 1", lambda x: 0 <= x <= 1),
+            ("repetition_penalty", "above 0", lambda x: x > 0),
+        )
+        for name, accepted, valid in checks:
+            value = getattr(self, name)
+            if value is not None and not valid(value):
+                raise ValueError(f"{_flag(name)} {value}: it must be {accepted}.")
+        unused = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
+        unused += ["temperature"] if self.greedy and self.temperature else []
+        if self.is_greedy and unused:
+            raise ValueError(f"{_flag(unused[0])} has no meaning when the likeliest token is taken. Leave one out.")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.greedy or self.temperature == 0
+
+    def settings(self) -> dict[str, Any]:
+        """As `generate` takes it."""
+        names = ("repetition_penalty",) if self.is_greedy else ("temperature", "top_k", "top_p", "min_p",
+                                                                "repetition_penalty")  # fmt: skip
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {"do_sample": not self.is_greedy, **given}
+
+
+def read_prompt(text: str | None, file: Path | None, source: str | None) -> str | None:
+    """The prompt, from whichever of the three was given."""
+    if source not in (None, "-"):
+        raise ValueError(
+            f"{source!r} is not a prompt: give --prompt TEXT, --prompt-file FILE, or - for standard input."
+        )
+    if sum(given is not None for given in (text, file, source)) > 1:
+        raise ValueError("there are several prompts: give one of --prompt, --prompt-file and -.")
+    if text is not None or (file is None and source is None):
+        return text
+    name = "-" if file is None else str(file)
+    content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt in {name} is not UTF-8 (byte {error.start}). Convert it.") from error
+
+
+def write(
+    name: str,
+    prompt: str | None,
+    *,
+    choice: Choice | None = None,
+    max_new_tokens: int = 200,
+    seed: int | None = None,
+    state_in: Path | None = None,
+    state_out: Path | None = None,
+    overlap: int | None = None,
+    use_state: bool = True,
+    device: str | None = None,
+    dtype: str = "float32",
+    show: Callable[[str], Any] | None = None,
+) -> dict[str, Any]:
+    """Continue a prompt; what was written, how long it took and why it ended.
+
+    Args:
+        prompt: None or empty goes on from the state; "" without one begins with the model's bos token.
+        show: gets the text, piece by piece.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {max_new_tokens}: it must be at least 1.")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: it must be one of {', '.join(DTYPES)}.")
+    if state_out is not None and not state_out.absolute().parent.is_dir():  # before the work, not after it
+        raise ValueError(f"--state-out {state_out}: there is no such folder.")
+    device = usable_device(device)
+    loaded = load_causal(name, DTYPES[dtype])
+    model: Any = loaded.model.to(device)  # type: ignore[arg-type]
+    state = None if state_in is None else State.load(state_in, device)
+    reading = _reading(loaded, overlap, use_state, state, state_out)
+    ids = _encode(loaded, prompt, state)
+    room = _room(loaded, len(ids))
+    seed = torch.seed() % 2**32 if seed is None else seed
+    torch.manual_seed(seed)
+
+    earlier = state.tokens[0, : int(state.pending[0])].tolist() if state is not None else []
+    pieces = Pieces(loaded.tokenizer, earlier + ids, show)
+    prompts = torch.tensor([ids], dtype=torch.long, device=device)
+    begun = time.perf_counter()
+    with stop_on_request() as stop:
+        out = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), **(choice or Choice()).settings(), **reading,
+            max_new_tokens=max_new_tokens if room is None else min(room, max_new_tokens), num_beams=1,
+            num_return_sequences=1, pad_token_id=_padding(loaded.tokenizer), streamer=pieces, stopping_criteria=[stop],
+            logits_processor=[_numbers], return_dict_in_generate=True,
+        )  # fmt: skip
+        ended = time.perf_counter()
+        if state_out is not None:
+            before = out.past_key_values.state
+            last = out.sequences[:, -1:]
+            model.advance_state(last, state=before, overlap=overlap, use_state=use_state).save(state_out)
+    written = len(pieces.times)
+    return {
+        "model": name,
+        "prompt": prompt or "",
+        "text": pieces.text,
+        "tokens": written,
+        "ended": _reason(loaded, pieces, stop, room),
+        "seconds": ended - begun,
+        "prompt_seconds": pieces.times[0] - begun,
+        "tokens_per_second": (written - 1) / (ended - pieces.times[0]) if written > 1 else None,
+        "seed": seed,
+        "prompt_tokens": len(ids),
+    }
+
+
+def told(record: dict[str, Any]) -> None:
+    """A line on stderr: how it went."""
+    rate = record["tokens_per_second"]
+    reasons = {
+        "eos": ", the model ended it",
+        "positions": f", which is all {record['model']} has positions for; a recurrent model has no limit",
+        "interrupted": ", interrupted",
+    }
+    speed = f", {rate:,.1f} a second" if rate else ""
+    console.note(f"{record['tokens']:,} tokens{speed}{reasons.get(record['ended'], '')}")
+
+
+def _reading(
+    loaded: Loaded, overlap: int | None, use_state: bool, state: State | None, state_out: Path | None
+) -> dict[str, Any]:
+    """What only a recurrent model can be told."""
+    if loaded.recurrent:
+        return {"overlap": overlap, "use_state": use_state, "state": state}
+    given = {"--overlap": overlap, "--no-state": None if use_state else True, "--state-in": state,
+             "--state-out": state_out}  # fmt: skip
+    for flag, value in given.items():
+        if value is not None:
+            raise ValueError(f"{flag} is for recurrent models; {loaded.name} is a plain one. Leave it out.")
+    return {}
+
+
+def _encode(loaded: Loaded, prompt: str | None, state: State | None) -> list[int]:
+    """Tokens as in training: a recurrent model's without special ones, a plain model's as its tokenizer puts them."""
+    tokenizer = loaded.tokenizer
+    if prompt:
+        (encoded,) = Encoder(tokenizer).encode([prompt])
+        before = [] if loaded.recurrent else special_tokens(tokenizer)[0]
+        return [*before, *map(int, encoded.ids)]
+    if state is not None:
+        return []
+    if prompt is None:
+        raise ValueError("there is no prompt: give --prompt TEXT, --prompt-file FILE or - for standard input.")
+    if tokenizer.bos_token_id is None:
+        raise ValueError(f"the prompt is empty, and {loaded.name} has no token to begin with. Give a prompt.")
+    return [tokenizer.bos_token_id]
+
+
+def _padding(tokenizer: Any) -> int:
+    """Any token: a single text is never padded, but transformers warns where none is named."""
+    named = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in named if token is not None), 0)
+
+
+def _room(loaded: Loaded, prompt: int) -> int | None:
+    """How many tokens a plain model has positions for behind the prompt; None: there is no limit."""
+    positions = None if loaded.recurrent else getattr(loaded.model.config, "max_position_embeddings", None)
+    if positions is None:
+        return None
+    if prompt >= positions:
+        raise ValueError(
+            f"the prompt has {prompt:,} tokens and {loaded.name} {positions:,} positions. Give a shorter one, or train "
+            "a recurrent model of it (carryforward train), which has no limit."
+        )
+    return positions - prompt
+
+
+def _reason(loaded: Loaded, pieces: "Pieces", stop: "Stop", room: int | None) -> str:
+    """Why the text is over."""
+    config = loaded.model.generation_config
+    ends = torch.as_tensor([] if config is None or config.eos_token_id is None else config.eos_token_id)
+    if pieces.ids[-1] in ends.flatten().tolist():
+        return "eos"
+    if stop.requested:
+        return "interrupted"
+    return "positions" if len(pieces.times) == room else "length"
+
+
+class Pieces(BaseStreamer):
+    """Tokens to text, as they come: a piece is given out when no later token can change it."""
+
+    def __init__(self, tokenizer: Any, before: list[int], show: Callable[[str], Any] | None = None):
+        """
+        Args:
+            before: the tokens of the text so far: a first word may need to know that it is not the first.
+        """
+        self.tokenizer, self.show = tokenizer, show
+        self.text = ""
+        self.times: list[float] = []
+        self.ids = before[-_CONTEXT:]
+        self._from, self._shown = 0, len(self.ids)  # where decoding starts, and up to where it has been given out
+        self._begun = False
+
+    def put(self, value: Tensor) -> None:
+        if not self._begun:  # transformers gives the prompt first
+            self._begun = True
+            return
+        self.times.append(time.perf_counter())
+        self.ids += value.flatten().tolist()
+        self._give(unfinished=False)
+
+    def end(self) -> None:
+        self._give(unfinished=True)
+
+    def _give(self, unfinished: bool) -> None:
+        known, new = self._decode(self.ids[self._from : self._shown]), self._decode(self.ids[self._from :])
+        if len(new) <= len(known) or (new.endswith("\ufffd") and not unfinished):  # half of a character
+            return
+        self._from, self._shown = self._shown, len(self.ids)
+        self.text += new[len(known) :]
+        if self.show is not None:
+            self.show(new[len(known) :])
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Stop:
+    """A stopping criterion: Ctrl-C ends the text after the token that is being written."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def request(self, number: int, frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), self.requested, device=input_ids.device)
+
+
+@contextlib.contextmanager
+def stop_on_request() -> Iterator[Stop]:
+    """A first Ctrl-C is kept for the criterion; a second one ends at once."""
+    stop = Stop()
+    before = signal.signal(signal.SIGINT, stop.request)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _numbers(input_ids: Tensor, scores: Tensor) -> Tensor:
+    if scores.isnan().any():
+        raise ArithmeticError("the model gives no numbers: its weights hold NaN or are too large for --dtype.")
+    return scores
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
