@@ -221,21 +221,22 @@ def draw(report: dict[str, Any], path: Path) -> None:
     for axes, shape in zip(panels if len(shapes) > 1 else [panels], shapes, strict=True):
         cases = [case for case in report["cases"] if case["shape"] == shape]
         furthest = max(figure["token"] for case in cases for figure in case["figures"])
+        limit = cases[0]["config"]["base"]["n_positions"]
         greens = iter(("#0b6e4f", "#6bbf59"))
         for case in cases:
             tokens = [f["token"] for f in case["figures"]]
             times = [f["ms"] for f in case["figures"]]
             if case["mode"] == AGAIN:
-                axes.plot([tokens[0], furthest], times * 2, "--", color="#c8553d", label=name(case), linewidth=2)
+                axes.plot([limit, furthest], times * 2, "--", color="#c8553d", label=name(case), linewidth=2)
             else:
                 colour, marker = ("#6c757d", "^") if case["mode"] == PLAIN else (next(greens), "o")
                 axes.plot(tokens, times, color=colour, marker=marker, label=name(case), linewidth=2)
-        limit = cases[0]["config"]["base"]["n_positions"]
         axes.axvline(limit, color="#6c757d", linewidth=1, linestyle=":")
-        axes.annotate(f"{limit} positions", (limit, 0.03), xycoords=("data", "axes fraction"), rotation=90,
-                      xytext=(-3, 0), textcoords="offset points", ha="right", fontsize=8, color="#6c757d")  # fmt: skip
+        label = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 8, "color": "#6c757d"}
+        axes.annotate(f"{limit} positions", (limit, 0.98), (-3, 0), ("data", "axes fraction"), "offset points", **label)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if f"{y:e}"[0] in "25" else "")
         axes.set_title(f"GPT-2 shape, {shape}" if shape == "7M" else shape, loc="left", fontsize=11)
