@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where text comes from: `open_corpus` finds out what a source is and streams the documents of one split.
 
-A source is WikiText-103 or PG-19 (with the paper's cuts and subsets), a folder or file of one's own, or any data set
-of the Hugging Face Hub. A corpus never holds more than one document. It knows nothing of tokens but how many of a
-document's first ones its protocol uses.
+A source is WikiText-103 or PG-19 (with the paper's cuts and subsets), the documentation of this Python, a folder or
+file of one's own, or any data set of the Hugging Face Hub. A corpus never holds more than one document. It knows
+nothing of tokens but how many of a document's first ones its protocol uses.
 """
 
 import dataclasses
@@ -16,11 +16,12 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from . import hub, published, texts
+from . import hub, published, python_docs, texts
 from .texts import SPLITS, Corpus, Splits, Text
 
 logger = logging.getLogger(__name__)
 
+PYTHON_DOCS = "python-docs"
 _VALIDATION = ("validation", "valid", "val", "dev")  # what the folder or file of that split may be called
 _HUB_NAME = re.compile(r"(?P<path>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/\\]+))?")
 _ACCEPTED = (
@@ -37,6 +38,7 @@ def open_corpus(source: str, split: str, *, text_field: str = "text", checksums:
 
             * ``wikitext-103`` (from the Hub), ``wikitext-103=FOLDER`` or a folder with ``wiki.*.raw``: its articles;
             * ``pg19`` (from the Hub) or ``pg19=FOLDER``: the paper's subset of its books;
+            * ``python-docs``: the documentation that this Python installation carries;
             * a folder with ``train/``, ``validation/``, ``test/`` of .txt files, a document each;
             * a folder with ``{train,validation,test}.jsonl``, or one .jsonl file: a JSON object a line;
             * a folder of .txt files, a document each;
@@ -81,6 +83,8 @@ def _splits(source: str, field: str, checksums: Path | None) -> Splits:
             )
             raise ValueError(f"{source}: {path} holds none of {expected}. Give the folder in which they lie.")
         return found
+    if source == PYTHON_DOCS:
+        return python_docs.splits()
     path = Path(source).expanduser()
     if path.is_dir():
         found = published.wikitext(path) or _split_folders(path) or _jsonl_folder(path, field) or _flat_folder(path)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretrain the bundled model from scratch: tokenizer, tokens, training, storing in 16 bits, scores, model card.
+
+    python pretraining/pretrain.py --books BOOKS --search     # choose the learning rate (results/search.json)
+    python pretraining/pretrain.py --books BOOKS              # the model, into src/carryforward/bundled
+
+BOOKS holds train/, validation/ and test/ of .txt files. About ten minutes on one H200.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from card import card
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from carryforward.console import Bar, note
+from carryforward.data.corpora import open_corpus
+from carryforward.data.documents import Documents, tokenise
+from carryforward.evaluation import perplexity
+from carryforward.provenance import provenance
+
+HERE = Path(__file__).parent
+BUNDLED = HERE.parent / "src/carryforward/bundled"
+POSITIONS = 512
+SHAPE = {"n_positions": POSITIONS, "n_embd": 256, "n_layer": 7, "n_head": 8}
+VOCABULARY = 4096  # few parameters on the vocabulary: 1 M of 6.7 M
+CHARACTERS = 50_000  # of each book, for the tokenizer
+BATCH = 64  # windows of all positions
+END = "<|endoftext|>"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--books", required=True, help="folder with train/, validation/, test/")
+    parser.add_argument("--out", type=Path, default=BUNDLED, help="where the model goes")
+    parser.add_argument("--tokens", type=float, default=1.2e9, help="to train on, over several epochs")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--search", nargs="*", type=float, help="try these rates briefly instead (1e-3 2e-3 4e-3 8e-3)")
+    parser.add_argument("--search-tokens", type=float, default=60e6)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    tokenizer = make_tokenizer(arguments.books, arguments.out)
+    train = tokenise(open_corpus(arguments.books, "train"), tokenizer)
+    stream = concatenated(train, tokenizer.eos_token_id).to(device)
+    validation = held_out(arguments.books, "validation", tokenizer)
+    note(f"{len(train):,} books, {len(stream):,} tokens; {int(train.words.sum()):,} words")
+
+    torch.manual_seed(arguments.seed)
+    model = GPT2LMHeadModel(config()).to(device)
+    loss = torch.compile(lambda ids: loss_of(model, ids)) if arguments.compile else lambda ids: loss_of(model, ids)
+    about = {
+        **provenance(device),
+        "command": shlex.join(["python", "pretraining/pretrain.py", *sys.argv[1:]]),
+        "seed": arguments.seed,
+        "config": {**SHAPE, "vocabulary": VOCABULARY, "batch": BATCH, "parameters": model.num_parameters()},
+        "corpus": {"books": len(train), "words": int(train.words.sum()), "tokens": len(stream)},
+    }
+    if arguments.search is not None:
+        trials = []
+        for rate in arguments.search or [1e-3, 2e-3, 4e-3, 8e-3]:
+            torch.manual_seed(arguments.seed)
+            model.init_weights()
+            took = fit(model, loss, stream, rate, int(arguments.search_tokens), arguments.seed)
+            score = perplexity(model, validation, window=POSITIONS, batch_size=BATCH)
+            trials.append({"learning_rate": rate, "word_perplexity": score.word_perplexity, "seconds": took})
+            note(f"learning rate {rate:g}: validation word perplexity {score.word_perplexity:.2f} after {took:.0f} s")
+            write(HERE / "results/search.json", {**about, "tokens": arguments.search_tokens, "trials": trials})
+        return
+
+    took = fit(model, loss, stream, arguments.learning_rate, int(arguments.tokens), arguments.seed)
+    store(model, arguments.out)
+    stored = AutoModelForCausalLM.from_pretrained(arguments.out).to(device)  # what users get
+    scores = {}
+    for split in ("validation", "test"):
+        documents = held_out(arguments.books, split, tokenizer, None)
+        for overlap in (0, POSITIONS // 2):
+            score = perplexity(stored, documents, window=POSITIONS, overlap=overlap, batch_size=BATCH)
+            scores[f"{split}, overlap {overlap}"] = {
+                "word_perplexity": score.word_perplexity, "bits_per_byte": score.bits_per_byte,
+                "token_perplexity": score.token_perplexity, "words": score.words, "tokens": score.tokens,
+            }  # fmt: skip
+    training = {"tokens": int(arguments.tokens), "learning_rate": arguments.learning_rate, "seconds": took}
+    record = {**about, "training": training, "scores": scores}
+    write(HERE / "results/pretraining.json", record)
+    (arguments.out / "README.md").write_text(card(record))
+    note(json.dumps(scores, indent=1))
+
+
+def config() -> GPT2Config:
+    """No dropout: the model sees too much text to learn it by heart."""
+    return GPT2Config(
+        vocab_size=VOCABULARY, **SHAPE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    )
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+def make_tokenizer(books: str, folder: Path) -> PreTrainedTokenizerFast:
+    """Byte-level BPE from the beginning of every training book; taken as it is where it is there already."""
+    if (folder / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    texts = (text.text[:CHARACTERS] for text in open_corpus(books, "train"))
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
+    fast.save_pretrained(folder)
+    return fast
+
+
+def concatenated(documents: Documents, end: int) -> Tensor:
+    """All documents, one behind the other, a mark after each."""
+    mark = torch.tensor([end], dtype=torch.int16)
+    return torch.cat([piece for ids in documents for piece in (torch.from_numpy(ids.astype("int16")), mark)])
+
+
+def held_out(books: str, split: str, tokenizer: Any, max_tokens: int | None = 15_000) -> Documents:
+    return tokenise(open_corpus(books, split), tokenizer, max_tokens=max_tokens)
+
+
+def batches(stream: Tensor, seed: int) -> Iterator[Tensor]:
+    """Windows and the token behind each: every token once an epoch, each epoch cut elsewhere and in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    within = torch.arange(POSITIONS + 1, device=stream.device)
+    while True:
+        shift = int(torch.randint(POSITIONS, (), generator=generator))
+        count = (len(stream) - 1 - shift) // POSITIONS
+        starts = (shift + POSITIONS * torch.randperm(count, generator=generator)).to(stream.device)
+        for some in starts.split(BATCH):
+            if len(some) == BATCH:
+                yield stream[some[:, None] + within].long()
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def loss_of(model: GPT2LMHeadModel, ids: Tensor) -> Tensor:
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def fit(
+    model: GPT2LMHeadModel, loss: Callable[[Tensor], Tensor], stream: Tensor, rate: float, tokens: int, seed: int
+) -> float:
+    """AdamW; the rate rises over a fiftieth of the steps and falls in a straight line to nothing. Gives seconds."""
+    steps = max(1, tokens // (BATCH * POSITIONS))
+    warmup = max(1, steps // 50)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+    )
+    model.train()
+    begun = time.perf_counter()
+    with Bar(f"learning rate {rate:g}", steps * BATCH * POSITIONS, "tokens") as bar:
+        for step, ids in zip(range(1, steps + 1), batches(stream, seed), strict=False):
+            value = loss(ids)
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if step % 50 == 0 or step == steps:  # not more often: it waits for the device
+                if not math.isfinite(value.item()):
+                    raise ArithmeticError(f"The loss became {value.item()}: use a smaller --learning-rate.")
+                bar.set(step * BATCH * POSITIONS, f"loss {value.item():.3f}")
+    return time.perf_counter() - begun
+
+
+def store(model: GPT2LMHeadModel, folder: Path) -> None:
+    """Half the bytes: tensors in float16, in a config that says float32, so that they are loaded as that."""
+    model.save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
