@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test lint docs clean
 
 demo: .venv/installed
-	$(BIN)/python -m carryforward.demo
+	$(BIN)/carryforward demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2

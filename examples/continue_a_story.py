@@ -35,26 +35,28 @@ def main():
     torch.manual_seed(0)
     if len(sys.argv) > 1:
         loaded = load_causal(sys.argv[1])
+        if not loaded.recurrent:
+            sys.exit(f"{sys.argv[1]} is a plain model: give a recurrent one, such as a run of `carryforward train`.")
         model, tokenizer = loaded.model, loaded.tokenizer
     else:
         model, tokenizer = tiny_model()
     settings = {"max_new_tokens": 200, "do_sample": True, "return_dict_in_generate": True, "pad_token_id": 0}
-    saved = Path(tempfile.mkdtemp()) / "story.safetensors"
+    bare = {"add_special_tokens": False, "return_tensors": "pt"}  # a story has no beginning in its middle
 
-    prompt = tokenizer("It was a dark and stormy night", return_tensors="pt")["input_ids"]
-    evening = model.generate(prompt, **settings)
-    state = model.advance_state(evening.sequences[:, -1:], state=evening.past_key_values.state)  # the last token too
-    state.save(saved)
-    print("Evening:", tokenizer.decode(evening.sequences[0]))
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "story.safetensors"
+        evening = model.generate(tokenizer("It was a dark and stormy night", **bare)["input_ids"], **settings)
+        last = evening.sequences[:, -1:]  # given out, but not read yet
+        model.advance_state(last, state=evening.past_key_values.state).save(saved)
+        print("Evening:", tokenizer.decode(evening.sequences[0]))
 
-    state = cf.State.load(saved)
-    turn = tokenizer("The next morning", return_tensors="pt")["input_ids"]
-    morning = model.generate(turn, state=state, **settings)
-    print("\nMorning:", tokenizer.decode(morning.sequences[0]))
-    print(
-        f"\n{morning.past_key_values.state.read.item():,} tokens were read in windows of "
-        f"{model.config.recurrence.window}; the state is a file of {saved.stat().st_size:,} bytes."
-    )
+        turn = tokenizer("The next morning", **bare)["input_ids"]
+        morning = model.generate(turn, state=cf.State.load(saved), **settings)
+        print("\nMorning:", tokenizer.decode(morning.sequences[0]))
+        print(
+            f"\n{morning.past_key_values.state.read.item():,} tokens were read in windows of "
+            f"{model.config.recurrence.window}; the state is a file of {saved.stat().st_size:,} bytes."
+        )
 
 
 if __name__ == "__main__":

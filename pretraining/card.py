@@ -11,6 +11,8 @@ HERE = Path(__file__).parent
 def card(record: dict[str, Any]) -> str:
     config, corpus, training = record["config"], record["corpus"], record["training"]
     hardware = record["hardware"].get("gpu", record["hardware"]["cpu"])
+    (limit,) = {score["tokens_of_each_book"] for score in record["scores"].values()}
+    cut = f"the first {limit:,} tokens of" if limit else "whole"
     rows = [
         f"| {name} | {score['word_perplexity']:.2f} | {score['token_perplexity']:.2f} | {score['bits_per_byte']:.3f} |"
         for name, score in record["scores"].items()
@@ -37,7 +39,7 @@ learning rate of {training["learning_rate"]:g} that rises over a fiftieth of the
 nothing, bfloat16 autocast, seed {record["seed"]}; {training["seconds"] / 60:.0f} minutes on one {hardware}. The recipe
 is the folder `pretraining` of the project.
 
-**Scores** of the stored weights on whole books by authors it has not seen, windows of {config["n_positions"]} tokens:
+**Scores** of the stored weights on {cut} books by authors it has not seen, windows of {config["n_positions"]} tokens:
 
 | split | word perplexity | token perplexity | bits per byte |
 | --- | ---: | ---: | ---: |

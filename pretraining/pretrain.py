@@ -8,6 +8,7 @@ BOOKS holds train/, validation/ and test/ of .txt files. About ten minutes on on
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import shlex
@@ -32,6 +33,7 @@ from carryforward.evaluation import perplexity
 from carryforward.provenance import provenance
 
 HERE = Path(__file__).parent
+RECORD = HERE / "results/pretraining.json"
 BUNDLED = HERE.parent / "src/carryforward/bundled"
 POSITIONS = 512
 SHAPE = {"n_positions": POSITIONS, "n_embd": 256, "n_layer": 7, "n_head": 8}
@@ -45,14 +47,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--books", required=True, help="folder with train/, validation/, test/")
     parser.add_argument("--out", type=Path, default=BUNDLED, help="where the model goes")
-    parser.add_argument("--tokens", type=float, default=460e6, help="to train on, over several epochs")
+    parser.add_argument("--tokens", type=float, default=440e6, help="to train on, over several epochs")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="at its peak")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--search", nargs="*", type=float, help="try these rates briefly instead (5e-4 1e-3 2e-3)")
     parser.add_argument("--search-tokens", type=float, default=60e6)
+    parser.add_argument("--score", action="store_true", help="only score the model that is there, and write its card")
+    parser.add_argument("--score-tokens", type=int, help="of each book, from its beginning; all by default")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.score:
+        return score(arguments)
 
     tokenizer = make_tokenizer(arguments.books, arguments.out)
     train = tokenise(open_corpus(arguments.books, "train"), tokenizer)
@@ -75,28 +81,36 @@ def main() -> None:
         for rate in arguments.search or [5e-4, 1e-3, 2e-3]:
             model.load_state_dict(start)
             took = fit(model, loss, stream, rate, int(arguments.search_tokens), arguments.seed)
-            score = perplexity(model, validation, window=POSITIONS, batch_size=BATCH)
-            trials.append({"learning_rate": rate, "word_perplexity": score.word_perplexity, "seconds": took})
-            note(f"learning rate {rate:g}: validation word perplexity {score.word_perplexity:.2f} after {took:.0f} s")
+            found = perplexity(model, validation, window=POSITIONS, batch_size=BATCH)
+            trials.append({"learning_rate": rate, "word_perplexity": found.word_perplexity, "seconds": took})
+            note(f"learning rate {rate:g}: validation word perplexity {found.word_perplexity:.2f} after {took:.0f} s")
             write(HERE / "results/search.json", {**about, "tokens": arguments.search_tokens, "trials": trials})
         return
 
     took = fit(model, loss, stream, arguments.learning_rate, int(arguments.tokens), arguments.seed)
     store(model, arguments.out)
-    stored = AutoModelForCausalLM.from_pretrained(arguments.out).to(device)  # what users get
-    scores = {}
-    for split in ("validation", "test"):
-        documents = held_out(arguments.books, split, tokenizer, None)
-        score = perplexity(stored, documents, window=POSITIONS, batch_size=BATCH)
-        scores[split] = {
-            "word_perplexity": score.word_perplexity, "bits_per_byte": score.bits_per_byte,
-            "token_perplexity": score.token_perplexity, "words": score.words, "tokens": score.tokens,
-        }  # fmt: skip
     training = {"tokens": int(arguments.tokens), "learning_rate": arguments.learning_rate, "seconds": took}
-    record = {**about, "training": training, "scores": scores}
-    write(HERE / "results/pretraining.json", record)
+    write(RECORD, {**about, "training": training, "scores": {}})
+    score(arguments)
+
+
+def score(arguments: argparse.Namespace) -> None:
+    """Score what users get, and write its card."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record = json.loads(RECORD.read_text())
+    model = AutoModelForCausalLM.from_pretrained(arguments.out).to(device)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.out)
+    for split in ("validation", "test"):
+        documents = held_out(arguments.books, split, tokenizer, arguments.score_tokens)
+        with Bar(f"scoring {split}", int(documents.lengths.sum()), "tokens") as bar:
+            found = perplexity(model, documents, window=POSITIONS, batch_size=BATCH, progress=bar.advance)
+        record["scores"][split] = {
+            **dataclasses.asdict(found), "word_perplexity": found.word_perplexity, "bits_per_byte": found.bits_per_byte,
+            "token_perplexity": found.token_perplexity, "tokens_of_each_book": arguments.score_tokens,
+            "hardware": provenance(device)["hardware"],
+        }  # fmt: skip
+        write(RECORD, record)
     (arguments.out / "README.md").write_text(card(record))
-    note(json.dumps(scores, indent=1))
 
 
 def config() -> GPT2Config:

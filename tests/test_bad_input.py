@@ -25,7 +25,11 @@ import carryforward as cf
         ({"window": 8, "insert_at": "every"}, "insert_at='every' must be"),
         ({"widow": 8}, "no field 'widow'. Did you mean 'window'"),
         ({"window": 8, "pooling": "median"}, "pooling='median' must be one of 'mean', 'max', 'attention'"),
-        ({"window": 8, "pooled_layers": "first"}, "pooled_layers='first' must be one of 'all', 'last'"),
+        ({"window": 8, "pooled_layers": "first"}, "pooled_layers='first' must be one of 'all', 'last', 'below'"),
+        (
+            {"window": 8, "pooled_layers": "below", "insert_at": (1, 2)},
+            "insert_at=.1, 2. must be at least 2 with pooled_layers=.below.",
+        ),
         ({"window": 8, "slots": 9}, "slots=9 must be at most 8"),
         ({"window": 8, "slots": 0}, "slots=0 must be"),
         ({"window": 8, "bptt_windows": 0}, "bptt_windows=0 must be None or at least 1"),

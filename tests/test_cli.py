@@ -60,6 +60,16 @@ def fail(*arguments, code):
     return " ".join(told.err.replace("│", " ").split())
 
 
+def into_a_closed_pipe(*arguments):
+    """A command whose reader has gone: it must end without a word."""
+    read, written = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "carryforward", *map(str, arguments)]
+    done = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, timeout=100)
+    os.close(written)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 @pytest.fixture(scope="session")
 def home(tmp_path_factory):
     """A folder with a model, texts and a cache of their tokens."""
@@ -139,7 +149,7 @@ def test_negative_numbers_are_values_not_options(trained, home):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Missing option '--data'"),
+        (["--data"], "Option '--data' requires an argument"),
         (["--data", "x", "--overlap", "many"], "Invalid value for '--overlap'"),
         (["--data", "x", "--frobnicate"], "No such option"),
     ],
@@ -353,8 +363,13 @@ def test_results_need_a_folder_before_the_work_begins(home, tmp_path):
     assert "Not a directory" in message
 
 
-def test_a_plain_model_must_be_told_its_window(home):
-    assert "say with --window how many tokens" in fail(*evaluation(home / "model", home), code=2)
+def test_a_plain_model_reads_as_many_tokens_as_it_has_positions(home, tmp_path):
+    (result,) = json.loads(run(*evaluation(home / "model", home), "--json").out)
+    assert result["model"]["window"] == 32
+    shape = {"n_positions": 2048, "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": prose.VOCABULARY}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(tmp_path / "long")
+    prose.tokenizer().save_pretrained(tmp_path / "long")
+    assert "say with --window how many tokens" in fail(*evaluation(tmp_path / "long", home), code=2)
     assert "has 32 positions" in fail(*evaluation(home / "model", home, "--window", 33), code=2)
 
 
@@ -517,13 +532,7 @@ def test_a_plain_model_of_any_type_is_scored(home, tmp_path):
 
 def test_a_reader_that_has_enough(home):
     """`carryforward flops ... | head -1`: no message, no traceback."""
-    command = [sys.executable, "-m", "carryforward", "flops", "--model", str(home / "model"), "--window", "16"]
-    read, written = os.pipe()
-    os.close(read)
-    done = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(written)
-    assert done.returncode == 1
-    assert done.stderr == ""
+    into_a_closed_pipe("flops", "--model", home / "model", "--window", 16)
 
 
 def test_a_bug_is_not_hidden(home, monkeypatch):

@@ -13,7 +13,8 @@ import prose
 import pytest
 import torch
 import transformers
-from test_cli import fail, run, succeed
+from safetensors import SafetensorError
+from test_cli import fail, into_a_closed_pipe, run, succeed
 
 import carryforward as cf
 from carryforward import writing
@@ -24,7 +25,7 @@ LONG = 5 * POSITIONS
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A plain model and a recurrent one, whose texts go on and on in many ways."""
+    """A plain model and a recurrent one, whose texts go on and on in many ways and depend on the state."""
     folder = tmp_path_factory.mktemp("models")
     prose.save_model(folder / "plain")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "plain")
@@ -35,6 +36,9 @@ def models(tmp_path_factory):
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder / "plain")
     recurrent = cf.add_recurrence(model, window=WINDOW, overlap=2)
+    with torch.no_grad():  # as tests/tiny.py does: the paper starts it near zero
+        for parameter in recurrent.recurrence.parameters():
+            parameter.normal_(std=0.6)
     recurrent.save_pretrained(folder / "recurrent")
     prose.tokenizer().save_pretrained(folder / "recurrent")
     return folder
@@ -93,7 +97,9 @@ def test_stopped_and_continued_is_never_stopped(recurrent, tmp_path):
     state = tmp_path / "a.state"
     first = succeed(*recurrent, "--prompt", "It was", *flags, 25, "--state-out", state).out
     assert cf.State.load(state).read.item() == len(prose.tokenizer()("It was")["input_ids"]) + 25
+    deaf = succeed(*recurrent, "--state-in", state, "--no-state", *flags, 20).out
     second = succeed(*recurrent, "--state-in", state, *flags, 20, "--state-out", state).out
+    assert second != deaf, "the state takes part"
     third = succeed(*recurrent, "--state-in", state, "--prompt", "", *flags, 15).out
     assert first + second + third == whole
     answer = succeed(*recurrent, "--state-in", state, "--prompt", " in May", *flags, 20).out
@@ -113,7 +119,11 @@ def test_overlap_state_and_precision(recurrent):
         for more in ([], ["--overlap", 2], ["--overlap", 5], ["--no-state"], ["--dtype", "bfloat16"])
     ]
     assert texts[0] == texts[1]
-    assert all(texts)
+    assert len(set(texts[:4])) == 3, "another overlap and no state are other texts"
+    model = transformers.AutoModelForCausalLM.from_pretrained(recurrent[1], dtype=torch.bfloat16)
+    ids = prose.tokenizer()("It was", return_tensors="pt")["input_ids"]
+    out = model.generate(ids, max_new_tokens=60, do_sample=False, pad_token_id=0)
+    assert texts[4] == prose.tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_the_model_may_end_it(models, tmp_path):
@@ -183,13 +193,7 @@ def test_a_second_ctrl_c_ends_at_once(recurrent, monkeypatch):
 
 def test_a_reader_that_has_enough(recurrent):
     """`carryforward generate ... | head -c 10`: no message, no traceback."""
-    command = [sys.executable, "-m", "carryforward", *map(str, recurrent), "--prompt", "It"]
-    read, written = os.pipe()
-    os.close(read)
-    done = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, timeout=100)
-    os.close(written)
-    assert done.returncode == 1
-    assert done.stderr == ""
+    into_a_closed_pipe(*recurrent, "--prompt", "It")
 
 
 # --- pieces of text ------------------------------------------------------------------------------------------------
@@ -223,6 +227,48 @@ def test_half_a_character_at_the_end_is_shown():
     assert pieces.text.startswith("a\ufffd")
 
 
+@pytest.mark.parametrize("text", ["a🙂b", "🙂🙂", "ab\ufffd\ufffdc"])
+def test_two_runs_over_a_character(text):
+    """Wherever the first one ends, the second shows what it left."""
+    tokenizer = prose.tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    for first in range(len(ids) + 1):
+        told = []
+        for before, new in ((0, ids[:first]), (first, ids[first:])):
+            pieces = writing.Pieces(tokenizer, ids[:before], told.append, continues=before > 0, continued=before == 0)
+            pieces.put(torch.tensor([[]]))
+            for token in new:
+                pieces.put(torch.tensor([token]))
+            pieces.end()
+        assert "".join(told) == text, first
+    prompt = writing.Pieces(tokenizer, ids, told.append)
+    prompt.put(torch.tensor([ids]))
+    prompt.put(torch.tensor(tokenizer("!")["input_ids"]))
+    assert prompt.text == "!", "what stands in a prompt is not shown again"
+
+
+@pytest.mark.parametrize("what", ["junk", "nothing"])
+def test_what_never_is_a_character_costs_no_more_and_more(what):
+    tokenizer = prose.tokenizer()
+    smile = tokenizer("🙂")["input_ids"]
+    stray = smile[-1] if what == "junk" else tokenizer.eos_token_id
+    pieces = writing.Pieces(tokenizer, tokenizer("a")["input_ids"])
+    decode, most = pieces._decode, 0
+
+    def measured(ids):
+        nonlocal most
+        most = max(most, len(ids))
+        return decode(ids)
+
+    pieces._decode = measured
+    pieces.put(torch.tensor([[]]))
+    for token in [stray] * 50 + smile:
+        pieces.put(torch.tensor([token]))
+    pieces.end()
+    assert most < 20
+    assert pieces.text == "\ufffd" * 50 * (what == "junk") + "🙂"
+
+
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -244,6 +290,10 @@ def test_half_a_character_at_the_end_is_shown():
         (["--prompt", "a", "--device", "tpu"], "--device tpu cannot be used"),
         (["--prompt", "a", "--overlap", WINDOW], "overlap=12 must be at least 0"),
         (["--prompt", "a", "--state-out", "none/here"], "--state-out none/here: there is no such folder"),
+        (["--prompt", "a", "--state-out", "/"], "--state-out / is a folder: give the name of a file"),
+        (["--prompt", "a", "--state-in", "/"], "--state-in / is a folder: give the file that --state-out wrote"),
+        (["--prompt", "a", "--seed", 2**70], f"--seed {2**70}: it must be at least -2**63 and below 2**64"),
+        (["--prompt", "a\udcff"], "--prompt is not UTF-8 (character 1). Convert it"),
     ],
 )
 def test_commands_that_make_no_sense(recurrent, arguments, message):
@@ -264,6 +314,29 @@ def test_files_that_cannot_be_used(recurrent, models, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(models / "recurrent")
     model.fresh_state(1).save(state)
     assert "nothing was read" in fail(*recurrent, "--state-in", state, code=2)
+    model.advance_state(torch.tensor([[5, 6], [7, 8]])).save(state)
+    message = fail(*recurrent, "--state-in", state, code=2)
+    assert "holds 2 texts, and one is written at a time" in message
+    code = message[message.index("carryforward.State") :].removesuffix(" is the first.")
+    exec(code.replace("first.state", str(state)), {"carryforward": cf})
+    succeed(*recurrent, "--state-in", state, "--max-new-tokens", 3)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_state_that_cannot_be_saved(recurrent, tmp_path, monkeypatch, as_json):
+    """The text is given out all the same."""
+
+    def full(tensors, path, metadata):
+        raise SafetensorError("No space left on device")
+
+    flags = ["--prompt", "It was", "--greedy", "--max-new-tokens", 20]
+    expected = succeed(*recurrent, *flags).out
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    told = run(*recurrent, *flags, "--state-out", tmp_path / "state", *["--json"] * as_json)
+    assert told.code == 1
+    assert "could not be written: No space left" in told.err
+    assert (json.loads(told.out)["text"] if as_json else told.out) == expected
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("how", ["--greedy", "--temperature=1"])

@@ -63,6 +63,7 @@ VARIANTS = [
     {"slots": 2, "insert_at": (1, 3), "pooling": "attention"},
     {"pooling": "max", "insert_at": "all", "state_per_layer": True},
     {"pooled_layers": "last", "slots": 3},
+    {"pooled_layers": "below", "insert_at": "all", "residual": True, "slots": 2},
 ]
 
 
@@ -114,8 +115,11 @@ def test_bfloat16(name, how):
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         for attention in ("sdpa", "eager"):
             model.base.set_attn_implementation(attention)
-            out = model.generate(tiny.documents(2, 11), max_new_tokens=20, **GREEDY)
-            assert out.shape == (2, 31)
+            out = model.generate(
+                tiny.documents(2, 11), max_new_tokens=20, return_dict_in_generate=True, output_logits=True, **GREEDY
+            )
+            logits, whole = torch.stack(out.logits, dim=1), read_at_once(model, out.sequences, [11, 11])[:, :-1]
+            assert_close(logits, whole.float(), rtol=0, atol=0.03 * whole.abs().max().item())
 
 
 def test_more_text_for_a_cache():
@@ -124,7 +128,34 @@ def test_more_text_for_a_cache():
     ids, more = tiny.documents(2, 11), tiny.documents(2, 13, seed=1)
     first = model.generate(ids, max_new_tokens=9, return_dict_in_generate=True, **GREEDY)
     text = torch.cat([first.sequences, more], dim=1)
-    out = model.generate(text, max_new_tokens=12, past_key_values=first.past_key_values, **GREEDY)
+    answers = {"max_new_tokens": 12, "num_return_sequences": 2, "num_beams": 2}
+    out = model.generate(text, past_key_values=first.past_key_values, **answers, **GREEDY)
+    assert out.equal(model.generate(text, **answers, **GREEDY))
+
+
+def test_nothing_new_for_a_cache():
+    """The text goes on, past a token that ended a row too, as everywhere in Hugging Face."""
+    model = tiny.recurrent("gpt2")
+    ids = tiny.documents(2, 11)
+    whole = greedily(model, ids, 10)
+    first = model.generate(ids, max_new_tokens=9, return_dict_in_generate=True, **GREEDY)
+    settings = {**GREEDY, "eos_token_id": whole[0, 19].item(), "max_new_tokens": 1}
+    assert model.generate(first.sequences, past_key_values=first.past_key_values, **settings).equal(whole)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=str)
+def test_begun_in_inference_mode(settings):
+    model = tiny.recurrent("gpt2")
+    ids = tiny.documents(2, 11)
+    with torch.inference_mode():
+        first = model.generate(ids, max_new_tokens=9, return_dict_in_generate=True, **GREEDY, **settings)
+    assert first.sequences.equal(model.generate(ids, max_new_tokens=9, **GREEDY, **settings))
+    if settings:
+        return
+    logits = model(first.sequences[:, -1:], past_key_values=first.past_key_values).logits
+    assert_close(logits[:, 0], read_at_once(model, first.sequences, [20, 20])[:, 0], rtol=1e-4, atol=1e-4)
+    text = torch.cat([first.sequences, ids], dim=1)
+    out = model.generate(text, past_key_values=first.past_key_values, max_new_tokens=12, **GREEDY)
     assert out.equal(model.generate(text, max_new_tokens=12, **GREEDY))
 
 
@@ -165,7 +196,9 @@ def test_sampling_is_reproducible_and_gives_what_it_says():
         whole = model(out.sequences).logits
     assert len(out.logits) == len(out.scores) == 30
     assert_close(torch.stack(out.logits, dim=1), whole[:, 19:-1], rtol=1e-4, atol=1e-4)
-    assert all((scores.exp().isfinite()).any(dim=-1).all() for scores in out.scores)
+    chances = torch.stack(out.scores, dim=1).softmax(dim=-1)
+    assert ((chances > 0).sum(dim=-1) <= 20).all(), "no more than the top k"
+    assert (chances.gather(2, out.sequences[:, 20:, None]) > 0).all(), "what was drawn was among them"
 
 
 @pytest.mark.parametrize("name", tiny.CAUSAL)
@@ -181,12 +214,26 @@ def test_beams_have_the_scores_of_their_texts(name):
     assert_close(out.sequences_scores, found, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="after beam search there is no state"):
         out.past_key_values.state  # noqa: B018
+    cache = model.generate(prompts, attention_mask=mask, num_beams=3, num_return_sequences=3, max_new_tokens=9,
+                           return_dict_in_generate=True, **GREEDY)  # fmt: skip
+    with pytest.raises(ValueError, match="after beam search there is no state"):
+        model.generate(cache.sequences, past_key_values=cache.past_key_values, max_new_tokens=3, **GREEDY)
 
 
-def test_beam_sampling_runs():
-    model = tiny.recurrent("gpt2")
-    out = model.generate(tiny.documents(2, 9), num_beams=3, do_sample=True, max_new_tokens=15, **QUIET)
-    assert out.shape == (2, 24)
+def test_beam_sampling_is_that_of_whole_texts():
+    """The beams and their scores are those of a model that reads everything again for every token."""
+    model = tiny.recurrent("gpt2", overlap=0)
+    base = tiny.base("gpt2")
+    ids = tiny.documents(2, 9)
+    settings = {"num_beams": 3, "do_sample": True, "max_new_tokens": 15, "return_dict_in_generate": True,
+                "output_scores": True}  # fmt: skip
+    base.forward = lambda input_ids, **_: hf.modeling_outputs.CausalLMOutput(logits=model(input_ids).logits)
+    outs = []
+    for one, others in ((model, {}), (base, {"use_cache": False})):
+        torch.manual_seed(4)
+        outs.append(one.generate(ids, **settings, **others, **QUIET))
+    assert outs[0].sequences.equal(outs[1].sequences)
+    assert_close(outs[0].sequences_scores, outs[1].sequences_scores, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
@@ -213,10 +260,9 @@ def test_a_row_that_ends_early(overlap):
         assert state.tokens[row, : state.pending[row]].equal(alone.tokens[0])
         if alone.started[0]:
             assert_close(state.carried[row], alone.carried[0], rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="row 0 has ended: go on from past_key_values.state"):
-        model.generate(
-            torch.cat([out.sequences, ids], dim=1), past_key_values=out.past_key_values, max_new_tokens=3, **GREEDY
-        )
+    for text in (out.sequences, torch.cat([out.sequences, ids], dim=1)):
+        with pytest.raises(ValueError, match="row 0 has ended: go on from past_key_values.state"):
+            model.generate(text, past_key_values=out.past_key_values, max_new_tokens=3, **GREEDY)
 
 
 def test_all_rows_ended_ends_the_writing():
@@ -350,6 +396,30 @@ def test_a_last_token_that_looks_like_padding():
     assert out[:, 1:].equal(greedily(model, ids, 5)[:, 9:])
 
 
+def test_a_state_can_be_removed_at_once():
+    """Two pasts, and the same unfinished window: without the state they are the same, as for `forward`."""
+    model = tiny.recurrent("gpt2", overlap=0)
+    ids = tiny.documents(2, 19)
+    ids[1, 2 * WINDOW :] = ids[0, 2 * WINDOW :]
+    state = model.advance_state(ids)
+    assert state.started.all()
+    prompts = tiny.documents(1, 2, seed=1).expand(2, -1)
+    record = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 20}
+    heard = model.generate(prompts, state=state, **record, **GREEDY)
+    assert (heard.logits[0][0] - heard.logits[0][1]).abs().max() > 1e-3
+    out = model.generate(prompts, state=state, use_state=False, **record, **GREEDY)
+    logits = torch.stack(out.logits, dim=1)
+    with torch.no_grad():
+        whole = model(out.sequences, state=state, use_state=False)
+    assert_close(logits, whole.logits[:, 1:-1], rtol=1e-4, atol=1e-4)
+    assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    for steps in (1, 20):  # before a window ended, and after
+        record["max_new_tokens"] = steps
+        cache = model.generate(prompts, state=state, use_state=False, **record, **GREEDY).past_key_values
+        read = model.advance_state(out.sequences[:, : steps + 1], state=state, use_state=False)
+        assert cache.state.started.equal(read.started), "as `forward` says"
+
+
 # --- cost ----------------------------------------------------------------------------------------------------------
 
 
@@ -394,6 +464,9 @@ def test_transformers_may_not_read_ahead():
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states cannot be used"),
         ({"past_key_values": hf.DynamicCache()}, "past_key_values is a DynamicCache"),
         ({"overlap": WINDOW}, "overlap=8 must be"),
+        ({"position_ids": torch.arange(9)[None]}, "position_ids cannot be used .*: every window counts its own"),
+        ({"input_ids": tiny.documents(1, 9)[0]}, r"input_ids has shape \[9\]: a batch \[batch, length\]"),
+        ({"input_ids": tiny.documents(1, 9)[:, :0]}, "input_ids has no tokens: give a prompt, or a state"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -401,7 +474,28 @@ def test_what_cannot_be_done_is_said(settings, message):
     model = tiny.recurrent("gpt2")
     prompt = {} if "inputs_embeds" in settings else {"input_ids": tiny.documents(1, 9)}
     with pytest.raises(ValueError, match=message):
-        model.generate(**prompt, max_new_tokens=3, **settings, pad_token_id=1)
+        model.generate(**{**prompt, **settings}, max_new_tokens=3, pad_token_id=1)
+
+
+def test_continuous_batching():
+    with pytest.raises(ValueError, match="continuous batching \\(generate_batch\\) cannot be used .*: call generate"):
+        tiny.recurrent("gpt2").generate_batch([[5, 6, 7]], max_new_tokens=3)
+
+
+def test_no_guidance():
+    """A scale of 1 means none."""
+    model = tiny.recurrent("gpt2")
+    ids = tiny.documents(1, 9)
+    assert model.generate(ids, guidance_scale=1.0, max_new_tokens=3, **GREEDY).equal(greedily(model, ids, 3))
+
+
+@pytest.mark.parametrize(
+    "change", [("reset",), ("crop", 2), ("batch_repeat_interleave", 2), ("batch_select_indices", torch.tensor([0]))]
+)
+def test_a_cache_says_what_it_cannot_do(change):
+    cache = WindowCache(tiny.recurrent("gpt2").fresh_state(1), 2)
+    with pytest.raises(NotImplementedError, match="begin another generation"):
+        getattr(cache, change[0])(*change[1:])
 
 
 def test_prompts_padded_on_the_right():
@@ -426,14 +520,24 @@ def test_states_and_caches_that_do_not_fit():
     with pytest.raises(ValueError, match="there is no last token to go on from"):
         model.generate(state=model.fresh_state(1), max_new_tokens=3, **GREEDY)
     cache = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **GREEDY).past_key_values
-    with pytest.raises(ValueError, match="read 11 columns, and input_ids has 9"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=3, **GREEDY)
-    with pytest.raises(ValueError, match="state cannot be given together with past_key_values"):
-        model.generate(ids, past_key_values=cache, state=state, max_new_tokens=3, **GREEDY)
-    with pytest.raises(ValueError, match="labels cannot be given together"):
-        model(ids, past_key_values=cache, labels=ids)
     with pytest.raises(ValueError, match="past_key_values has 2 rows, input_ids has 1"):
         model(ids[:1, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match="state has 2 rows, input_ids has 4"):
+        model.generate(tiny.documents(4, 13), past_key_values=cache, max_new_tokens=3, **GREEDY)
+    with pytest.raises(ValueError, match="another model or overlap"):
+        tiny.recurrent("llama").generate(tiny.documents(2, 13), past_key_values=cache, max_new_tokens=3, **GREEDY)
+    with pytest.raises(ValueError, match="read 11 columns, and input_ids has 9"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=3, **GREEDY)
+    for given in ({"state": state}, {"overlap": 2}, {"use_state": True}, {"use_state": False}):
+        for call in (model, lambda *args, **kw: model.generate(*args, **kw, max_new_tokens=3, **GREEDY)):
+            with pytest.raises(ValueError, match=f"{next(iter(given))} cannot be given together with past_key_values"):
+                call(ids, past_key_values=cache, **given)
+    for given in ({"labels": ids}, {"logits_to_keep": 5}, {"logits_to_keep": torch.tensor([0])},
+                  {"return_logits": False}, {"num_items_in_batch": 3}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{next(iter(given))} cannot be given together .* of the last token"):
+            model(ids, past_key_values=cache, **given)
+    for given in ({"logits_to_keep": 0}, {"logits_to_keep": 1}, {"return_logits": True}):
+        assert model(ids[:, :1], past_key_values=cache, **given).logits.shape[:2] == (2, 1)
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
         model(ids, past_key_values=hf.DynamicCache())
 

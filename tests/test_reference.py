@@ -187,7 +187,10 @@ def feed_forward(m, network, z):
     return z
 
 
-def run(window, parameters, config, ids, labels, overlap, insert_at=2, state_per_layer=False, bptt_windows=0, **rest):
+def run(
+    window, parameters, config, ids, labels, overlap, insert_at=2, state_per_layer=False, bptt_windows=0,
+    residual=False, **rest,
+):  # fmt: skip
     """The summed loss and the number of scored targets of whole documents, the state carried from window to window."""
     w = {name.removeprefix("base."): p for name, p in parameters.items() if name.startswith("base.")}
     m = {name.removeprefix("recurrence."): p for name, p in parameters.items() if name.startswith("recurrence.")}
@@ -196,6 +199,8 @@ def run(window, parameters, config, ids, labels, overlap, insert_at=2, state_per
     layers = range(1, config.num_hidden_layers + 1) if insert_at == "all" else insert_at
     layers = (layers,) if isinstance(layers, int) else layers
     pooling = {key: value for key, value in rest.items() if key in ("pooling", "pooled_layers", "slots")}
+    below = pooling.get("pooled_layers") == "below"
+    layers = layers[1:] if below and insert_at == "all" else layers
 
     total, count, states = 0.0, 0, {}
     schedule = (encoder_schedule if encoder else causal_schedule)(ids.shape[1], overlap)
@@ -209,8 +214,16 @@ def run(window, parameters, config, ids, labels, overlap, insert_at=2, state_per
         total, count = total - picked[wanted != -100].sum(), count + int((wanted != -100).sum())
 
         if n < len(schedule):
-            z = pool(m, [h[:, inside] for h in blocks], **pooling)
-            states = {layer: feed_forward(m, i if state_per_layer else 0, z) for i, layer in enumerate(layers)}
+            outputs = [h[:, inside] for h in blocks]
+            if below:  # each layer's input; attention weighs a position of all of them at once
+                beside = torch.cat([outputs[layer - 2] for layer in layers], -1)
+                zs = pool(m, [beside], **pooling | {"pooled_layers": "last"}).chunk(len(layers), -1)
+            else:
+                zs = [pool(m, outputs, **pooling)] * len(layers)
+            states = {}
+            for i, (layer, z) in enumerate(zip(layers, zs, strict=True)):
+                new = feed_forward(m, i if state_per_layer or below else 0, z)
+                states[layer] = z + new if residual else new
             if bptt_windows and n % bptt_windows == 0:
                 states = {layer: state.detach() for layer, state in states.items()}
     return total, count
@@ -281,6 +294,11 @@ SETTINGS = {
     "every layer its own": SMALL | {"insert_at": "all", "state_per_layer": True, "pooling": "attention", "slots": 2},
     "last layer pooled": SMALL | {"pooled_layers": "last"},
     "last layer pooled by max": SMALL | {"pooled_layers": "last", "pooling": "max"},
+    "the layers below": SMALL | {"pooled_layers": "below", "insert_at": "all"},
+    "the layer below, carried on": SMALL | {"pooled_layers": "below", "insert_at": 3, "slots": 4, "residual": True},
+    "the layers below by attention": SMALL
+    | {"pooled_layers": "below", "insert_at": (2, 3), "slots": 2, "pooling": "attention", "residual": True},
+    "all layers, carried on": SMALL | {"residual": True, "insert_at": "all"},
     "truncated after 2": SMALL | {"bptt_windows": 2},
     "truncated after 1": SMALL | {"bptt_windows": 1, "overlap": 0},
     "one hidden layer": SMALL | {"hidden_sizes": (20,)},

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .heads import RecurrentForSequenceClassification as RecurrentForSequenceClassification
     from .heads import RecurrentForTokenClassification as RecurrentForTokenClassification
     from .heads import RecurrentModel as RecurrentModel
+    from .loading import load_bundled as load_bundled
     from .sentences import RecurrentTransformer as RecurrentTransformer
     from .state import State as State
     from .trainer import RecurrentTrainer as RecurrentTrainer
@@ -51,6 +52,7 @@ _HOME = {
     "RecurrentForSequenceClassification": "heads",
     "RecurrentForTokenClassification": "heads",
     "RecurrentModel": "heads",
+    "load_bundled": "loading",
     "RecurrentTransformer": "sentences",
     "State": "state",
     "RecurrentTrainer": "trainer",

@@ -7,20 +7,16 @@ import torch
 from transformers import TrainerCallback
 
 from . import console
+from .interrupting import Interruptible
 from .trainer import RecurrentTrainer
 
 
-class StopGently(TrainerCallback):
+class StopGently(Interruptible, TrainerCallback):
     """A first Ctrl-C ends the step and saves; a second one ends at once."""
 
     def __init__(self) -> None:
-        self.requested = self.stopped = False  # here; in any process
-
-    def request(self, number: int, frame: Any) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        console.note("finishing this step, then saving; once more to stop at once")
+        super().__init__("finishing this step, then saving; once more to stop at once")
+        self.stopped = False  # `requested` is for this process, this for all
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._anyone(args):

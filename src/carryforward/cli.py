@@ -19,7 +19,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from .settings import TrainSettings
+from .data.corpora import PYTHON_DOCS
+from .settings import BUNDLED, TrainSettings
 
 app = typer.Typer(
     name="carryforward",
@@ -37,18 +38,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _spread(arguments: list[str]) -> list[str]:
-    """`--overlap 0 5 10` as `--overlap 0 --overlap 5 --overlap 10`, for the options that take several numbers."""
-    several = {"--overlap", "--learning-rate", "--recurrence-learning-rate", "--insert-at", "--hidden-sizes"}
+    """`--overlap 0 5 10` as `--overlap 0 --overlap 5 --overlap 10`, for the options that take several values."""
+    numbers = ("--overlap", "--learning-rate", "--recurrence-learning-rate", "--insert-at", "--hidden-sizes")
+    several = {**dict.fromkeys(numbers, _is_number), "--text": lambda argument: not argument.startswith("-")}
     spread: list[str] = []
-    option = None
+    option = ""
     for argument in arguments:
-        if option is not None and spread[-1] != option and _is_number(argument):
+        if option and spread[-1] != option and several[option](argument):
             spread.append(option)
         elif argument.startswith("-") and not _is_number(argument):
             name = argument.partition("=")[0]
-            option = name if name in several else None
-        elif option is not None and not _is_number(argument) and spread[-1] != option:
-            option = None
+            option = name if name in several else ""
+        elif option and not several[option](argument) and spread[-1] != option:
+            option = ""
         spread.append(argument)
     return spread
 
@@ -109,6 +111,12 @@ def _told_plainly() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
 
 
+def _show(piece: str) -> None:
+    """Text as it is written."""
+    typer.echo(piece, nl=False)
+    sys.stdout.flush()
+
+
 def _told(error: Exception) -> str | None:
     """What went wrong, where it is not the program's own fault."""
     text = str(error)
@@ -125,7 +133,9 @@ Config = Annotated[
     Path | None,
     typer.Option("--config", callback=_read_config, is_eager=True, help="YAML file with settings; flags win."),
 ]
-Data = Annotated[str, typer.Option(help="wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl, a Hub name.")]
+Data = Annotated[
+    str, typer.Option(help="wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl, a Hub name, or python-docs.")
+]
 TextField = Annotated[str, typer.Option(help="The field that holds the text, in JSON lines and Hub data.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best there is by default.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
@@ -183,6 +193,20 @@ def _listed(default: Any) -> Any:
 
 
 @app.command()
+def demo(
+    text: Annotated[list[Path] | None, typer.Option(help="One's own text files; several after one --text.")] = None,
+    out: Annotated[Path, typer.Option(help="A folder for models and results.")] = Path("carryforward-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    short: Annotated[bool, typer.Option("--short", help="A few steps only, to see that everything runs.")] = False,
+) -> None:
+    """See it work: fine-tune the bundled model with and without recurrence, compare the two, and let one write."""
+    with _told_plainly():
+        from .demo import demo as run
+
+        run(out, text or (), seed=seed, short=short, show=_show)
+
+
+@app.command()
 @_options(TrainSettings)
 def train(
     settings: TrainSettings,
@@ -212,12 +236,14 @@ def train(
 
 @app.command()
 def evaluate(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Runs, folders, Hub names.")],
-    data: Data,
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Runs, folders, Hub names; bundled by default.")
+    ] = None,
+    data: Data = PYTHON_DOCS,
     config: Config = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
     overlap: Annotated[list[int] | None, typer.Option(help="One or several; the trained one by default.")] = None,
-    window: Annotated[int | None, typer.Option(help="For plain models that were not trained here.")] = None,
+    window: Annotated[int | None, typer.Option(help="For plain models; all their positions by default.")] = None,
     control: Annotated[bool, typer.Option(help="Score recurrent models without their state as well.")] = True,
     reset_every: Annotated[int | None, typer.Option(help="Empty the state every so many windows.")] = None,
     text_field: TextField = "text",
@@ -237,7 +263,7 @@ def evaluate(
         if out is not None:  # or hours of work would have nowhere to go
             out.mkdir(parents=True, exist_ok=True)
         results = []
-        for name in models:
+        for name in models or [BUNDLED]:
             results.append(
                 evaluate_one(
                     name, data, split=split, overlaps=tuple(overlap or ()), window=window, control=control,
@@ -252,7 +278,7 @@ def evaluate(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="A run, a folder or a Hub name; recurrent, or plain.")],
+    model: Annotated[str, typer.Argument(help="A run, a folder or a Hub name; recurrent, or plain.")] = BUNDLED,
     source: Annotated[str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A file that holds it.")] = None,
@@ -276,15 +302,14 @@ def generate(
     with _told_plainly():
         from . import writing
 
-        def show(piece: str) -> None:
-            typer.echo(piece, nl=False)
-            sys.stdout.flush()
+        if model == "-" and source is None:  # `carryforward generate -`
+            model, source = BUNDLED, "-"
 
         choice = writing.Choice(greedy, temperature, top_k, top_p, min_p, repetition_penalty)
         record = writing.write(
             model, writing.read_prompt(prompt, prompt_file, source), choice=choice, max_new_tokens=max_new_tokens,
             seed=seed, state_in=state_in, state_out=state_out, overlap=overlap, use_state=state, device=device,
-            dtype=dtype, show=None if as_json else show,
+            dtype=dtype, show=None if as_json else _show,
         )  # fmt: skip
         if as_json:
             typer.echo(json.dumps(record))
@@ -328,7 +353,7 @@ def embed(
 
 @app.command()
 def flops(
-    model: Annotated[str, typer.Option(help="A Hub name or a folder.")],
+    model: Annotated[str, typer.Option(help="A Hub name or a folder.")] = BUNDLED,
     window: Annotated[int | None, typer.Option(help="Tokens read at once; a recurrent model's own, or 300.")] = None,
     overlap: Annotated[list[int] | None, typer.Option(help="One or several.")] = None,
     as_json: Json = False,

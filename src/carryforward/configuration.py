@@ -20,7 +20,7 @@ from .insertion import Architecture, architecture_of
 logger = logging.getLogger(__name__)
 
 Pooling = Literal["mean", "max", "attention"]
-PooledLayers = Literal["all", "last"]
+PooledLayers = Literal["all", "last", "below"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,14 @@ class RecurrenceConfig:
         overlap: document tokens that consecutive windows share, in training and unless a call says otherwise.
         pooling: how the positions of a window become a vector: "mean" (equation 1), "max", or "attention" with
             learned fixed keys.
-        pooled_layers: "all" layers' outputs, mixed with learned softmax weights (equation 1), or the "last" one's.
+        pooled_layers: "all" layers' outputs, mixed with learned softmax weights (equation 1); the "last" one's; or, for
+            each insertion layer, those of the layer "below" it, which are its own input: each then has its own state.
         slots: vectors carried. "mean" and "max" pool as many equal stretches; "attention" has as many keys.
         hidden_sizes: hidden layers of the feed-forward network.
-        insert_at: the layer the state enters (ℓ_ins, counted from 1), a list of layers, or "all".
+        residual: add what was pooled to what the network makes of it, which starts at zero. So before any training the
+            carried vectors are hidden states, which the layer above those that were pooled can read.
+        insert_at: the layer the state enters (ℓ_ins, counted from 1), a list of layers, or "all" (from the second on
+            where the layers below are pooled).
         state_per_layer: with several insertion layers, whether each has a feed-forward network and so a state of its
             own, rather than one state shared by all.
         prefix, suffix: special tokens around every window of an encoder; `add_recurrence(tokenizer=...)` finds them.
@@ -52,6 +56,7 @@ class RecurrenceConfig:
     pooled_layers: PooledLayers = "all"
     slots: int = 1
     hidden_sizes: tuple[int, ...] = (200, 200, 200)
+    residual: bool = False
     insert_at: int | tuple[int, ...] | Literal["all"] = 2
     state_per_layer: bool = False
     prefix: tuple[int, ...] = ()
@@ -89,16 +94,23 @@ class RecurrenceConfig:
             bool(layers) and len(set(layers)) == len(layers) and all(_is_int(n) and n >= 1 for n in layers)
         )
         _require(self, "insert_at", valid, 'a layer number from 1, a list of different ones, or "all"')
+        if self.pooled_layers == "below":
+            _require(self, "insert_at", 1 not in layers, "at least 2 with pooled_layers='below': nothing is below 1")
         depth = self.bptt_windows
         _require(self, "bptt_windows", depth is None or (_is_int(depth) and depth >= 1), "None or at least 1")
         _require(self, "init_std", self.init_std >= 0, "0 or more")
         room = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
         _require(self, "slots", self.slots <= room, f"at most {room}, the document tokens of a window")
 
+    @property
+    def separate(self) -> bool:
+        """Whether each insertion layer has a network and a state of its own."""
+        return self.state_per_layer or self.pooled_layers == "below"
+
     def insertion_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers the state enters, counted from 1, in order."""
         if self.insert_at == "all":
-            return tuple(range(1, num_layers + 1))
+            return tuple(range(2 if self.pooled_layers == "below" else 1, num_layers + 1))
         layers: Any = (self.insert_at,) if isinstance(self.insert_at, int) else self.insert_at
         return tuple(sorted(layers))
 
@@ -142,7 +154,7 @@ class RecurrentModelConfig(PreTrainedConfig):
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """Shape of one row's carried vectors: states (1, or one per insertion layer), slots, hidden size."""
-        groups = len(self.insertion_layers) if self.recurrence.state_per_layer else 1
+        groups = len(self.insertion_layers) if self.recurrence.separate else 1
         return groups, self.recurrence.slots, self.base_config.hidden_size
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
@@ -167,7 +179,10 @@ def _require(config: RecurrenceConfig, name: str, valid: bool, accepted: str) ->
 def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architecture: Architecture) -> None:
     """Refuse a recurrence that the base model cannot carry out."""
     depth = base.num_hidden_layers
-    missing = [layer for layer in recurrence.insertion_layers(depth) if layer > depth]
+    layers = recurrence.insertion_layers(depth)
+    if not layers:
+        raise ValueError(f"pooled_layers='below': {base.model_type} has a single layer, and none below it. Use 'all'.")
+    missing = [layer for layer in layers if layer > depth]
     if missing:
         raise ValueError(
             f"insert_at={recurrence.insert_at!r}: {base.model_type} has {depth} layers, counted from 1, so layer "

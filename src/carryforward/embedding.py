@@ -6,8 +6,11 @@ asked for. Documents of similar length are read side by side, a few windows at a
 their length nor, for document vectors, on their number of tokens.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,15 +19,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from . import checks
 from .data.samples import pad
 from .heads import RecurrentModel
-from .modeling import RecurrentPreTrainedModel
+from .modeling import RecurrentPreTrainedModel, evaluating
 from .state import State
 
 logger = logging.getLogger(__name__)
 
 Output = Literal["document", "tokens", "windows"]
 Pooling = Literal["mean", "state"]
+Progress = Callable[[int, int], object]  # tokens read so far, tokens in all
 WINDOWS_PER_CALL = 8  # how much of each document one call reads; only speed notices
 
 
@@ -43,7 +48,7 @@ class TokenVectors:
 
 def encode(
     model: PreTrainedModel,
-    texts: Sequence[str],
+    texts: Iterable[str],
     tokenizer: Any,
     *,
     output: str = "document",
@@ -51,7 +56,7 @@ def encode(
     overlap: int | None = None,
     use_state: bool = True,
     batch_size: int = 8,
-    progress: Callable[[int], object] = lambda tokens: None,
+    progress: Progress | None = None,
 ) -> Any:
     """Embed documents of any length.
 
@@ -61,46 +66,86 @@ def encode(
         tokenizer: the model's; a fast one, as "tokens" needs offsets. Special tokens are the model's business.
         output: "document" gives one vector each, [documents, k]; "tokens" a list of `TokenVectors`; "windows" a list of
             the states after each full window, [windows, states, slots, k].
-        pooling: for "document": the "mean" of its token vectors, or its last "state", all slots side by side. A
-            document without a full window has no state: its vector is zero, as is that of an empty one.
+        pooling: for "document": the "mean" of its token vectors, or the "state" after all of it, all slots side by
+            side; a last window that is not full counts with the tokens it has. An empty document's vector is zero.
         overlap: read at another overlap than the model was made for. A token's vector then comes from the window in
             which it is farthest from an edge (encoders) or has the most context (causal models).
         use_state: False removes the state: every window stands alone, as with the base model.
         batch_size: documents read side by side.
-        progress: called with the number of tokens just read.
+        progress: called with the tokens read so far and in all; None shows a bar if there is a terminal.
     """
-    for name, value, choices in (("output", output, get_args(Output)), ("pooling", pooling, get_args(Pooling))):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+    check_choices(output, pooling)
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1.")
+    if needs_state(output, pooling) and not use_state:
+        wanted = 'output="windows"' if output == "windows" else 'pooling="state"'
+        raise ValueError(f"{wanted} needs the state, which use_state=False (--no-state) removes.")
     if isinstance(texts, str):
         raise ValueError("texts is one string: give a list of documents.")
-    if pooling == "state" and output == "document" and not use_state:
-        raise ValueError('pooling="state" needs the state that use_state=False removes: use "mean".')
-    tokenised = [_tokens(text, tokenizer, offsets=output == "tokens") for text in texts]
+    reader = headless(model)
+    overlap = reader.config.recurrence.overlap if overlap is None else overlap
+    checks.overlap(reader.config, overlap)
+    tokenised = [_tokens(f"texts[{i}]", text, tokenizer, output == "tokens") for i, text in enumerate(texts)]
     ids = [token_ids for token_ids, _ in tokenised]
     if any(not len(token_ids) for token_ids in ids):
         logger.warning("%d documents have no tokens.", sum(not len(token_ids) for token_ids in ids))
-    reader = _headless(model)
-    collect = {"document": _Mean if pooling == "mean" else _LastState, "tokens": _Tokens, "windows": _States}[output]
-    found = [collect(reader) for _ in texts]
+    collect = {"document": _Mean if pooling == "mean" else _WholeState, "tokens": _Tokens, "windows": _States}[output]
+    found = [collect(reader) for _ in ids]
     step = 1 if output == "windows" else WINDOWS_PER_CALL
-    was_training = model.training
-    reader.eval()
-    try:
-        with torch.inference_mode():
-            for document, vectors, state in _read(reader, ids, overlap, use_state, batch_size, step):
-                found[document].add(vectors, state)
-                progress(len(vectors))
-    finally:
-        model.train(was_training)
+    done, total = 0, sum(map(len, ids))
+    with _bar(progress) as report, evaluating(reader), torch.inference_mode():
+        for document, count, vectors, state in _read(
+            reader, ids, overlap, use_state, batch_size, step, states_only=collect is _WholeState
+        ):
+            found[document].add(vectors, state)
+            done += count
+            report(done, total)
     results = [one.result() for one in found]
     if output == "tokens":
         return [TokenVectors(vectors, offsets) for vectors, (_, offsets) in zip(results, tokenised, strict=True)]
-    width = reader.config.base_config.hidden_size
-    return results if output == "windows" else np.stack(results) if results else np.zeros((0, width), np.float32)
+    if output == "windows":
+        return results
+    return np.stack(results) if results else collect(reader).result()[None][:0]
 
 
-def _tokens(text: str, tokenizer: Any, offsets: bool) -> tuple[np.ndarray, Any]:
+def check_choices(output: str, pooling: str) -> None:
+    """Refuse outputs and poolings there are not."""
+    for name, value, choices in (("output", output, get_args(Output)), ("pooling", pooling, get_args(Pooling))):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+
+
+def needs_state(output: str, pooling: str) -> bool:
+    """Whether what is wanted is made of states, and not only of what tokens saw of them."""
+    return output == "windows" or (output == "document" and pooling == "state")
+
+
+def check_text(name: str, text: Any) -> None:
+    """Refuse what no tokenizer takes and no file can hold; half a surrogate pair gets into JSON when texts are cut."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is of type {type(text).__name__}: give text.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is not Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate pair."
+        ) from error
+
+
+def headless(model: PreTrainedModel) -> RecurrentModel:
+    """The same model without its head; weights are shared."""
+    if isinstance(model, RecurrentModel):
+        return model
+    if not isinstance(model, RecurrentPreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}: make it recurrent with add_recurrence first.")
+    with torch.device("meta"):  # the recurrence made here is thrown away: it should draw no random numbers
+        reader = RecurrentModel(model.config, base=model._body)
+    reader.recurrence = model.recurrence
+    return reader
+
+
+def _tokens(name: str, text: str, tokenizer: Any, offsets: bool) -> tuple[np.ndarray, Any]:
+    check_text(name, text)
     if offsets and not tokenizer.is_fast:
         raise ValueError(
             f'output="tokens" needs offsets, which {type(tokenizer).__name__} cannot give: use a fast one.'
@@ -113,25 +158,36 @@ def _tokens(text: str, tokenizer: Any, offsets: bool) -> tuple[np.ndarray, Any]:
     return np.array(encoding["input_ids"], dtype=np.int64), spans
 
 
-def _headless(model: PreTrainedModel) -> RecurrentModel:
-    """The same model without its head; weights are shared."""
-    if isinstance(model, RecurrentModel):
-        return model
-    if not isinstance(model, RecurrentPreTrainedModel):
-        raise ValueError(f"model is a {type(model).__name__}: make it recurrent with add_recurrence first.")
-    reader = RecurrentModel(model.config, base=model._body)
-    reader.recurrence = model.recurrence
-    return reader
+@contextlib.contextmanager
+def _bar(progress: Progress | None) -> Iterator[Progress]:
+    """What to report to: the caller's function, or a bar if there is a terminal and the work takes a while."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress or (lambda done, total: None)
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    begun = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        bar = Bar(console=Console(stderr=True), transient=True)
+        task = bar.add_task("embedding")
+
+        def report(done: int, total: int) -> None:
+            if not bar.live.is_started and time.monotonic() - begun > 2:
+                stack.enter_context(bar)
+            bar.update(task, completed=done, total=total)
+
+        yield report
 
 
 def _read(
-    model: RecurrentModel, ids: list[np.ndarray], overlap: int | None, use_state: bool, batch_size: int, step: int
-) -> Iterator[tuple[int, np.ndarray, State]]:
-    """Give each document's vectors piece by piece, in order, with the state behind the piece."""
+    model: RecurrentModel, ids: list[np.ndarray], overlap: int, use_state: bool, batch_size: int, step: int,
+    states_only: bool,
+) -> Iterator[tuple[int, int, np.ndarray, State]]:  # fmt: skip
+    """Give each document piece by piece, in order: how many tokens were read, the vectors there are, and the state
+    behind the piece; with `states_only` no vectors, and at last the state of the whole document."""
     recurrence = model.config.recurrence
-    overlap = recurrence.overlap if overlap is None else overlap
-    room = recurrence.window - len(recurrence.prefix) - len(recurrence.suffix)
-    stride = room - overlap
+    stride = recurrence.window - len(recurrence.prefix) - len(recurrence.suffix) - overlap
     order = sorted((i for i in range(len(ids)) if len(ids[i])), key=lambda i: -len(ids[i]))
     for first in range(0, len(order), batch_size):
         rows, state = order[first : first + batch_size], None
@@ -144,24 +200,28 @@ def _read(
                 if not part:
                     continue
                 batch = pad([torch.from_numpy(ids[rows[row]][start:stop]) for row in part])
-                out = model(
-                    **{name: tensor.to(model.device) for name, tensor in batch.items()},
-                    state=None if state is None else state[part], overlap=overlap, use_state=use_state, final=final,
-                )  # fmt: skip
-                for row, vectors in zip(part, _unpadded(out, batch["attention_mask"]), strict=True):
-                    yield rows[row], vectors, out.state[[part.index(row)]]
-                kept = out.state if part is going_on else kept
+                counts = batch["attention_mask"].sum(dim=1).tolist()
+                arguments: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
+                arguments |= {"state": None if state is None else state[part], "final": final}
+                arguments |= {"overlap": overlap, "use_state": use_state}
+                if states_only:
+                    behind, vectors = model.advance_state(**arguments), [np.empty(0)] * len(part)
+                else:
+                    out = model(**arguments)
+                    behind, vectors = out.state, _unpadded(out, counts)
+                for row, i in enumerate(part):
+                    yield rows[i], counts[row], vectors[row], behind[[row]]
+                kept = kept if final else behind
             rows, state = [rows[row] for row in going_on], kept
             start, stop = stop, stop + step * stride
 
 
-def _unpadded(out: Any, mask: Tensor) -> Iterator[np.ndarray]:
+def _unpadded(out: Any, counts: list[int]) -> list[np.ndarray]:
     """Each row's own vectors: for an encoder those it has given out so far."""
-    counts = mask.sum(dim=1).tolist()
     if out.emitted is not None:
         counts = (out.emitted[:, 1] - out.emitted[:, 0]).tolist()
-    for vectors, count in zip(out.last_hidden_state.float().cpu().numpy(), counts, strict=True):
-        yield vectors[:count]
+    hidden: Tensor = out.last_hidden_state
+    return [vectors[:count] for vectors, count in zip(hidden.float().cpu().numpy(), counts, strict=True)]
 
 
 class _Mean:
@@ -177,25 +237,24 @@ class _Mean:
         return (self.total / max(self.count, 1)).astype(np.float32)
 
 
-class _LastState:
-    """What the last full window passed on."""
+class _WholeState:
+    """The state after the whole document."""
 
     def __init__(self, model: RecurrentModel):
         self.last = np.zeros(model.config.state_shape, np.float32)
 
     def add(self, vectors: np.ndarray, state: State) -> None:
-        if state.started.all():
+        if state.ended:
             self.last = state.carried[0].float().cpu().numpy()
 
     def result(self) -> np.ndarray:
         return self.last.flatten()
 
 
-class _States(_LastState):
+class _States:
     """What each full window passed on."""
 
     def __init__(self, model: RecurrentModel):
-        super().__init__(model)
         self.shape, self.pending = model.config.state_shape, -1
         self.found: list[np.ndarray] = []
 

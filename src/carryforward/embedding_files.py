@@ -2,34 +2,53 @@
 """The job behind `carryforward embed`: JSON lines in, a file of vectors out, for corpora larger than memory.
 
 Vectors are written in parts beside the output, each whole or not there, and put together at the end; the same command
-again goes on behind the last part. The parts note how many lines they cover, so every line is embedded once.
+again goes on behind the last part. The parts note how many lines they cover, so every line is embedded once, and a
+digest of these lines: what follows them may still be mended or grow.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+from huggingface_hub import try_to_load_from_cache
 
 from . import console
-from .embedding import TokenVectors, encode
-from .loading import load_recurrent
+from .embedding import TokenVectors, check_choices, check_text, encode, needs_state
+from .loading import Loaded, load_recurrent
 
 FORMATS = (".parquet", ".npy", ".safetensors")
 DOCUMENTS_PER_PART = 64
+# a part is in memory at once; token vectors take thousands of times the room of their text
+CHARACTERS_PER_PART = {"document": 8_000_000, "windows": 8_000_000, "tokens": 250_000}
 
 
-@dataclass(frozen=True)
-class Line:
-    """One document: its line, from 1, its id and its text."""
+@dataclass
+class Chunk:
+    """Documents that become one part.
 
-    number: int
-    id: str
-    text: str
+    Attributes:
+        ids, texts: of the documents.
+        skipped: the numbers of lines that could not be read, from 1.
+        lines, bytes, digest: how far the source has been read, this chunk included.
+    """
+
+    ids: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    lines: int = 0
+    bytes: int = 0
+    digest: str = ""
+
+    def note(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "texts"}
 
 
 def embed(
@@ -56,45 +75,67 @@ def embed(
         output, pooling: as for `encode`.
         on_error: what to do with a line that cannot be read: "stop" or "skip".
     """
-    _check(out, output, on_error)
+    parts = out.with_name(out.name + ".parts")
+    _check(out, parts, output, pooling, on_error)
     if not source.is_file():
         raise ValueError(f"{source} is not there: give a file of JSON lines with a {text_field!r} field.")
-    settings = {
-        "model": name, "source": [str(source.resolve()), source.stat().st_size], "output": output, "pooling": pooling,
-        "window": window, "overlap": overlap, "use_state": use_state, "text_field": text_field, "id_field": id_field,
-    }  # fmt: skip
-    parts = out.with_name(out.name + ".parts")
-    done = _begin(parts, settings)
     loaded = load_recurrent(name, window=window, device=device)
-    use_state = use_state and not loaded.untrained
-    skipped: list[int] = list(done["skipped"])
-    with console.Bar(f"embedding {source.name}", source.stat().st_size, "bytes", done=done["bytes"]) as bar:
-        for chunk, bad, lines, size in _chunks(source, done, text_field, id_field, on_error):
-            skipped += bad
-            texts = [line.text for line in chunk]
-            vectors = encode(
-                loaded.model, texts, loaded.tokenizer, output=output, pooling=pooling, overlap=overlap,
-                use_state=use_state, batch_size=batch_size,
-            )  # fmt: skip
-            note = {"lines": lines, "bytes": size, "skipped": skipped, "ids": [line.id for line in chunk]}
-            _write_part(parts, vectors, output, note)
-            bar.set(size)
-    total = _put_together(parts, out)
+    if loaded.untrained and needs_state(output, pooling):
+        instead = "--what document or tokens" if output == "windows" else "--pooling mean"
+        raise ValueError(f"{name} is a plain model: its recurrence is untrained, so it has no state. Use {instead}.")
+    arguments: dict[str, Any] = {"output": output, "pooling": pooling, "overlap": overlap, "batch_size": batch_size}
+    arguments["use_state"] = use_state and not loaded.untrained
+    encode(loaded.model, [], loaded.tokenizer, **arguments)  # whatever it refuses, before a folder is made
+    settings = {
+        "model": name, "fingerprint": _fingerprint(loaded), "output": output, "pooling": pooling, "window": window,
+        "overlap": overlap, "use_state": use_state, "text_field": text_field, "id_field": id_field,
+    }  # fmt: skip
+    done = _begin(parts, settings)
+    last = done[-1] if done else Chunk().note()
+    chunks = _chunks(source, last, text_field, id_field, on_error, CHARACTERS_PER_PART[output])
+    documents = sum(len(note["ids"]) for note in done)
+    skipped = [number for note in done for number in note["skipped"]]
+    with console.Bar(f"embedding {source.name}", source.stat().st_size, "bytes", done=last["bytes"]) as bar:
+        for number, chunk in enumerate(chunks, start=len(done)):
+            skipped += chunk.skipped
+            if not chunk.ids:
+                continue  # only lines that are skipped: the source ends here
+            progress = partial(_move, bar, bar.done, chunk.bytes)
+            vectors = encode(loaded.model, chunk.texts, loaded.tokenizer, progress=progress, **arguments)
+            _write_part(parts / f"part-{number:08d}", vectors, output, chunk.note())
+            documents += len(chunk.ids)
+            bar.set(chunk.bytes)
+    if documents:
+        _put_together(parts, out, documents)
     shutil.rmtree(parts)
-    return {"documents": total, "skipped": skipped, "out": str(out)}
+    if not documents:
+        raise ValueError(f"nothing to embed: {out.name} would be empty.")
+    return {"documents": documents, "skipped": skipped, "out": str(out)}
 
 
-def _check(out: Path, output: str, on_error: str) -> None:
+def _move(bar: console.Bar, begin: int, end: int, read: int, total: int) -> None:
+    """A share of a chunk's tokens is that share of its bytes."""
+    bar.set(begin + (end - begin) * read // total)
+
+
+def _check(out: Path, parts: Path, output: str, pooling: str, on_error: str) -> None:
+    check_choices(output, pooling)
     if out.suffix not in FORMATS:
         raise ValueError(f"--out {out}: the name must end in {', '.join(FORMATS)}.")
     if out.suffix != ".parquet" and output != "document":
         raise ValueError(f"--out {out}: {out.suffix} takes one vector per document; for {output} use .parquet.")
     if out.exists():
         raise ValueError(f"--out {out} exists already. Use another name, or delete it.")
+    if out.suffix != ".parquet" and _ids_file(out).exists() and not parts.exists():  # else a stopped run wrote it
+        raise ValueError(f"--out {out}: {_ids_file(out)} exists already. Use another name, or delete it.")
     if on_error not in ("stop", "skip"):
         raise ValueError(f"--on-error {on_error}: it must be stop or skip.")
     if out.suffix == ".parquet":
         _pyarrow()
+
+
+def _ids_file(out: Path) -> Path:
+    return out.with_name(out.name + ".ids.json")
 
 
 def _pyarrow() -> Any:
@@ -106,61 +147,102 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
+def _fingerprint(loaded: Loaded) -> list[Any]:
+    """What tells a model from an earlier one of the same name: its files, or its commit on the Hub."""
+    model: Any = loaded.model
+    where = model.name_or_path or model.base.name_or_path  # where recurrence was added, only the base has one
+    if not Path(where).is_dir():
+        cached = try_to_load_from_cache(where, "config.json")
+        return [Path(cached).parent.name] if isinstance(cached, str) else []
+    kinds = (".safetensors", ".bin", ".gguf", ".json", ".model", ".txt")  # weights, config and tokenizer
+    files = sorted(path for path in Path(where).iterdir() if path.suffix in kinds)
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
 # --- lines in ------------------------------------------------------------------------------------------------------
 
 
 def _chunks(
-    source: Path, done: dict[str, Any], text_field: str, id_field: str, on_error: str
-) -> Iterator[tuple[list[Line], list[int], int, int]]:
-    """Documents to embed together, the lines left out, and how many lines and bytes have been read so far."""
-    chunk: list[Line] = []
-    bad: list[int] = []
-    number, size = done["lines"], done["bytes"]
+    source: Path, done: dict[str, Any], text_field: str, id_field: str, on_error: str, characters: int
+) -> Iterator[Chunk]:
+    """Documents to embed together, from where an earlier run stopped."""
+    number, size, length = done["lines"], done["bytes"], 0
+    chunk = Chunk()
     with source.open("rb") as file:
-        file.seek(size)
+        digest = _digest(file, size)
+        if size and digest.hexdigest() != done["digest"]:
+            raise ValueError(
+                f"{source} has changed in lines that were embedded already. Use another --out, or delete its .parts "
+                "folder to begin anew."
+            )
         for raw in file:
             number, size = number + 1, size + len(raw)
+            digest.update(raw)
             if not raw.strip():
                 continue
             try:
-                chunk.append(_parse(raw, number, text_field, id_field))
+                document, text = _parse(raw, number, text_field, id_field)
             except ValueError as error:
                 if on_error == "stop":
                     raise ValueError(f"{source}, line {number}: {error} Mend it, or use --on-error skip.") from error
                 console.note(f"{source}, line {number} is skipped: {error}")
-                bad.append(number)
-            if len(chunk) == DOCUMENTS_PER_PART:
-                yield chunk, bad, number, size
-                chunk, bad = [], []
-    if chunk or bad:
-        yield chunk, bad, number, size
+                chunk.skipped.append(number)
+                continue
+            chunk.ids.append(document)
+            chunk.texts.append(text)
+            length += len(text)
+            if len(chunk.ids) == DOCUMENTS_PER_PART or length >= characters:
+                chunk.lines, chunk.bytes, chunk.digest = number, size, digest.hexdigest()
+                yield chunk
+                chunk, length = Chunk(), 0
+    if chunk.ids or chunk.skipped:
+        chunk.lines, chunk.bytes, chunk.digest = number, size, digest.hexdigest()
+        yield chunk
 
 
-def _parse(raw: bytes, number: int, text_field: str, id_field: str) -> Line:
+def _digest(file: BinaryIO, size: int) -> Any:
+    """Of a file's first bytes, and the file stands behind them."""
+    digest = blake2b(digest_size=16)
+    while size > 0 and (piece := file.read(min(size, 1 << 20))):
+        digest.update(piece)
+        size -= len(piece)
+    return digest
+
+
+def _parse(raw: bytes, number: int, text_field: str, id_field: str) -> tuple[str, str]:
+    """A line's id and text."""
     try:
-        row = json.loads(raw.decode("utf-8"))
+        row = json.loads(raw.decode("utf-8-sig"))  # a file's first line may begin with a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 (byte {error.start}).") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON ({error}).") from error
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply.") from error
     if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
         fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"it has no text in {text_field!r} (it has: {fields}).")
-    return Line(number, str(row.get(id_field, f"line-{number}")), row[text_field])
+    name = row.get(id_field)
+    name = f"line-{number}" if name is None else name
+    if isinstance(name, bool) or not isinstance(name, str | int | float):
+        raise ValueError(f"its {id_field!r} is of type {type(name).__name__}: use text or a number.")
+    check_text(f"its {id_field!r}", str(name))
+    check_text(f"its {text_field!r}", row[text_field])
+    return str(name), row[text_field]
 
 
 # --- parts out -----------------------------------------------------------------------------------------------------
 
 
-def _begin(parts: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Make the folder of parts, or find out where an earlier run stopped."""
-    note = parts / "settings.json"
-    if note.exists() and json.loads(note.read_text()) != settings:
-        raise ValueError(f"{parts} was begun with another model, source or settings. Delete it, or use another --out.")
+def _begin(parts: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Make the folder of parts, or find out where an earlier run stopped: the notes of its parts."""
+    settings_file = parts / "settings.json"
+    notes = [json.loads(path.read_text()) for path in _notes(parts)]
+    if notes and json.loads(settings_file.read_text()) != settings:
+        raise ValueError(f"{parts} was begun with another model or other settings. Delete it, or use another --out.")
     parts.mkdir(parents=True, exist_ok=True)
-    _replace(note, json.dumps(settings).encode())
-    last = _notes(parts)[-1:]
-    return json.loads(last[0].read_text()) if last else {"lines": 0, "bytes": 0, "skipped": []}
+    _replace(settings_file, json.dumps(settings).encode())
+    return notes
 
 
 def _notes(parts: Path) -> list[Path]:
@@ -168,19 +250,18 @@ def _notes(parts: Path) -> list[Path]:
     return sorted(parts.glob("part-*.json"))
 
 
-def _write_part(parts: Path, vectors: Any, output: str, note: dict[str, Any]) -> None:
-    name = f"part-{len(_notes(parts)):08d}"
+def _write_part(path: Path, vectors: Any, output: str, note: dict[str, Any]) -> None:
     if output == "document":
         arrays = {"vectors": vectors}
     else:
         rows = [row.vectors if isinstance(row, TokenVectors) else row for row in vectors]
         arrays = {f"vectors-{i}": row for i, row in enumerate(rows)}
         arrays |= {f"offsets-{i}": row.offsets for i, row in enumerate(vectors) if isinstance(row, TokenVectors)}
-    beside = parts / f".{name}.npz"
+    beside = path.with_name(f".{path.name}.npz")
     with beside.open("wb") as file:
         np.savez(file, **arrays)
-    os.replace(beside, parts / f"{name}.npz")
-    _replace(parts / f"{name}.json", json.dumps(note).encode())
+    os.replace(beside, path.with_suffix(".npz"))
+    _replace(path.with_suffix(".json"), json.dumps(note).encode())
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -189,65 +270,65 @@ def _replace(path: Path, content: bytes) -> None:
     os.replace(beside, path)
 
 
-def _put_together(parts: Path, out: Path) -> int:
-    """All parts as one file, a part in memory at a time; how many documents it holds."""
+def _put_together(parts: Path, out: Path, documents: int) -> None:
+    """All parts as one file, a part in memory at a time."""
     notes = [(path.with_suffix(".npz"), json.loads(path.read_text())["ids"]) for path in _notes(parts)]
-    total = sum(len(ids) for _, ids in notes)
-    if not total:
-        raise ValueError(f"nothing to embed: {parts.name.removesuffix('.parts')} would be empty.")
     beside = out.with_name(f".{out.name}.tmp")
     if out.suffix == ".parquet":
         _as_parquet(notes, beside)
     else:
-        _as_array(notes, beside, total, out.suffix)
-        _replace(out.with_suffix(".ids.json"), json.dumps([i for _, ids in notes for i in ids]).encode())
+        _as_array(notes, beside, documents, out.suffix)
+        _replace(_ids_file(out), json.dumps([i for _, ids in notes for i in ids]).encode())
     os.replace(beside, out)
-    return total
 
 
 def _as_parquet(notes: list[tuple[Path, list[str]]], beside: Path) -> None:
     arrow = _pyarrow()
-    writer = None
+    tables = _tables(arrow, notes)
+    first = next(tables)
+    with arrow.parquet.ParquetWriter(beside, first.schema) as writer:
+        for table in chain([first], tables):  # each is a row group
+            writer.write_table(table)
+
+
+def _tables(arrow: Any, notes: list[tuple[Path, list[str]]]) -> Iterator[Any]:
+    """Document vectors part by part; of tokens and windows, which are many, one document at a time."""
     for path, ids in notes:
         with np.load(path) as part:
-            columns: dict[str, list] = {"id": ids}
             if "vectors" in part:
-                columns["vector"] = list(part["vectors"])
-            else:
-                columns["vectors"] = [part[f"vectors-{i}"].reshape(-1).tolist() for i in range(len(ids))]
-                columns["shape"] = [list(part[f"vectors-{i}"].shape) for i in range(len(ids))]
-                if "offsets-0" in part:
-                    columns["offsets"] = [part[f"offsets-{i}"].tolist() for i in range(len(ids))]
-        table = arrow.table({name: _column(arrow, name, values) for name, values in columns.items()})
-        writer = writer or arrow.parquet.ParquetWriter(beside, table.schema)
-        writer.write_table(table)
-    assert writer is not None
-    writer.close()
+                yield arrow.table({"id": arrow.array(ids), "vector": _lists(arrow, part["vectors"])})
+                continue
+            for i, name in enumerate(ids):
+                vectors = part[f"vectors-{i}"]
+                columns = {
+                    "id": arrow.array([name]),
+                    "vectors": _lists(arrow, vectors.reshape(1, -1)),
+                    "shape": _lists(arrow, np.array([vectors.shape])),
+                }
+                if f"offsets-{i}" in part:
+                    pairs = _lists(arrow, part[f"offsets-{i}"])
+                    columns["offsets"] = arrow.LargeListArray.from_arrays([0, len(pairs)], pairs)
+                yield arrow.table(columns)
 
 
-def _column(arrow: Any, name: str, values: Any) -> Any:
-    types = {
-        "id": arrow.string(),
-        "vector": arrow.list_(arrow.float32()),
-        "vectors": arrow.list_(arrow.float32()),
-        "shape": arrow.list_(arrow.int64()),
-        "offsets": arrow.list_(arrow.list_(arrow.int64())),
-    }
-    return arrow.array(values, type=types[name])
+def _lists(arrow: Any, rows: np.ndarray) -> Any:
+    """Rows of a matrix as an Arrow column, without a Python object for each number."""
+    borders = np.arange(len(rows) + 1) * rows.shape[1]  # of a book's tokens beyond 32 bits: hence large lists
+    return arrow.LargeListArray.from_arrays(borders, rows.reshape(-1))
 
 
-def _as_array(notes: list[tuple[Path, list[str]]], beside: Path, total: int, suffix: str) -> None:
+def _as_array(notes: list[tuple[Path, list[str]]], beside: Path, documents: int, suffix: str) -> None:
+    """A header, and then the vectors of one part after the other."""
     with np.load(notes[0][0]) as part:
-        width = part["vectors"].shape[1]
-    array = np.lib.format.open_memmap(beside, mode="w+", dtype=np.float32, shape=(total, width))
-    start = 0
-    for path, ids in notes:
-        with np.load(path) as part:
-            array[start : start + len(ids)] = part["vectors"]
-        start += len(ids)
-    array.flush()
-    if suffix == ".safetensors":
-        from safetensors.numpy import save_file
-
-        save_file({"vectors": np.ascontiguousarray(array)}, f"{beside}.2")
-        os.replace(f"{beside}.2", beside)
+        shape = documents, part["vectors"].shape[1]
+    with beside.open("wb") as file:
+        if suffix == ".npy":
+            np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        else:
+            entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * shape[0] * shape[1]]}
+            header = json.dumps({"vectors": entry}).encode()
+            header += b" " * (-len(header) % 8)
+            file.write(len(header).to_bytes(8, "little") + header)
+        for path, _ in notes:
+            with np.load(path) as part:
+                file.write(part["vectors"].astype("<f4").tobytes())

@@ -21,6 +21,8 @@ from .flops import flops_per_token
 from .loading import Loaded, load_causal, usable_device
 from .provenance import provenance
 
+_AT_ONCE = 1024  # a plain model with more positions must be told how many to use
+
 
 def evaluate(
     name: str,
@@ -123,6 +125,9 @@ def _reading(loaded: Loaded, window: int | None) -> tuple[int, int | None]:
         return recurrence.window, recurrence.overlap
     if window is None and loaded.run is not None:
         window = loaded.run.get("circumstances", {}).get("window") or loaded.run["settings"].get("window") or 300
+    positions = getattr(loaded.model.config, "max_position_embeddings", None)
+    if window is None and positions is not None and positions <= _AT_ONCE:
+        window = positions
     if window is None:
         raise ValueError(f"{loaded.name} is a plain model: say with --window how many tokens it reads at once.")
     check_positions(loaded.model, window)

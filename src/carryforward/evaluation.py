@@ -7,7 +7,6 @@ and processes add up. Words and bytes are those of the original text, so models 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from . import windows
 from .data.samples import collate, cut, sample
 from .heads import RecurrentForCausalLM
-from .modeling import RecurrentPreTrainedModel
+from .modeling import RecurrentPreTrainedModel, evaluating
 from .reading import IGNORE
 
 WINDOWS_PER_CALL = 16  # how much of each document one call reads; only speed and the progress bar notice
@@ -103,7 +102,7 @@ def perplexity(
     overlap = (recurrence.overlap if recurrence else 0) if overlap is None else overlap
     windows.check(size, overlap)
     counts = {name: _count(documents, name) for name in ("words", "bytes", "line_ends")}
-    with _evaluating(model), torch.inference_mode():
+    with evaluating(model), torch.inference_mode():
         if recurrence is None or not use_state:
             base = model.base if isinstance(model, RecurrentPreTrainedModel) else model
             parts = _alone(base, documents, size, overlap, batch_size)
@@ -202,15 +201,3 @@ def _exp(nats: float, count: int) -> float:
     if not count:
         return math.nan
     return math.exp(nats / count) if nats / count < 700 else math.inf
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout; afterwards every module is as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

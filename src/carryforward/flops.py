@@ -135,16 +135,17 @@ def _recurrence(base: PreTrainedConfig, recurrence: RecurrenceConfig, overlap: i
     size, slots, window = base.hidden_size, recurrence.slots, recurrence.window
     entered = recurrence.insertion_layers(base.num_hidden_layers)
     projections = _matrices(_json(base)).attention
-    pooled_layers = base.num_hidden_layers if recurrence.pooled_layers == "all" else 1
+    pooled_layers = {"all": base.num_hidden_layers, "last": 1, "below": len(entered)}[recurrence.pooled_layers]
+    streams = len(entered) if recurrence.pooled_layers == "below" else 1
     room = window - len(recurrence.prefix) - len(recurrence.suffix)
     positions = min(room, room - overlap + recurrence.overlap)  # as `reading.Reading.pooled`
     keys = slots if recurrence.pooling == "attention" else 0
     network = sum(a * b for a, b in pairwise((size, *recurrence.hidden_sizes, size)))
-    networks = len(entered) if recurrence.state_per_layer else 1
+    networks = len(entered) if recurrence.separate else 1
     seen_by_slots = slots / 2 if architecture_of(base).causal else slots + window
     return {
         "pool": 2 * pooled_layers * positions * size,
-        "keys": 4 * keys * positions * size,  # attention pooling: scores, and mixes by them
+        "keys": 4 * keys * positions * size * streams,  # attention pooling: scores, and mixes by them
         "network": 2 * network * slots * networks,
         # A slot passes the whole attention module (`insertion`), queries too, though nobody reads what they give.
         "project": sum(2 * projections[layer - 1] * slots for layer in entered),

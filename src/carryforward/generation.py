@@ -23,6 +23,7 @@ _REFUSED = {
     "guidance_scale": "the unconditional text would need a state of its own; leave it out",
     "output_attentions": "windows come and go; call the model itself",
     "output_hidden_states": "windows come and go; call the model itself",
+    "position_ids": "every window counts its own; leave it out",
 }
 
 
@@ -36,7 +37,7 @@ class Generation(GenerationMixin):
         *args: Any,
         state: State | None = None,
         overlap: int | None = None,
-        use_state: bool = True,
+        use_state: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """As `transformers`' `generate`, for prompts and outputs of any length.
@@ -46,7 +47,7 @@ class Generation(GenerationMixin):
                 then the prompts.
             state: go on from here: the prompts are what follows.
             overlap: write at another overlap than the model was made for.
-            use_state: False removes the state: every window stands alone.
+            use_state: False removes the state: every window stands alone. True by default.
             *args, **kwargs: as for every Hugging Face model. With `return_dict_in_generate=True` the result's
                 `past_key_values.state` is where the documents stand: each row but its last token, an eos included,
                 has been read. There is none after beam search.
@@ -58,23 +59,35 @@ class Generation(GenerationMixin):
             )
         settings, _ = model._prepare_generation_config(generation_config, **kwargs)
         _check_settings(settings, kwargs)
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            check_cache(cache, state=state, overlap=overlap, use_state=use_state)
+            cache.restart()
         prompts = inputs if inputs is not None else kwargs.pop("input_ids", None)
-        if state is not None and (prompts is None or not prompts.shape[1]):
+        if prompts is not None and not checks.batch(prompts).shape[1]:
+            prompts = None
+            if state is None:
+                raise ValueError("input_ids has no tokens: give a prompt, or a state to go on from.")
+        if state is not None and prompts is None:
             state, prompts = state.before_last()
             kwargs["attention_mask"] = torch.ones_like(prompts)  # or transformers may take a token for padding
-        cache = kwargs.get("past_key_values")
+        rows = 1 if prompts is None else len(prompts)
         if cache is None:
             overlap = model.config.recurrence.overlap if overlap is None else overlap
             checks.overlap(model.config, overlap)
-            fresh = model.fresh_state(1 if prompts is None else len(prompts), overlap)
-            if state is not None:
-                checks.state(state, len(fresh), fresh.signature)
-            cache = kwargs["past_key_values"] = WindowCache(fresh if state is None else state, overlap, use_state)
-        else:
-            check_cache(cache, state=state, overlap=overlap)
+            start = model.fresh_state(rows, overlap) if state is None else state
+            cache = kwargs["past_key_values"] = WindowCache(start, overlap, True if use_state is None else use_state)
+        checks.state(cache.state, rows, model.fresh_state(rows, cache.overlap).signature)
         ends = settings.eos_token_id
         cache.ends = () if ends is None else tuple(torch.as_tensor(ends).flatten().tolist())
         return super().generate(prompts, generation_config, *args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, for `generate_batch` and the others that begin here: it would run for half a minute and fail."""
+        raise ValueError(
+            "continuous batching (generate_batch) cannot be used with a recurrent model, which has a cache of its own: "
+            "call generate with a batch padded on the left."
+        )
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Tensor, past_key_values: WindowCache, attention_mask: Tensor | None = None, **kwargs: Any
@@ -100,5 +113,6 @@ def _check_settings(settings: GenerationConfig, arguments: dict[str, Any]) -> No
         )
     for name, reason in _REFUSED.items():
         value = arguments.get(name, getattr(settings, name, None))
-        if value is not None and value is not False:
+        unasked = value is None or value is False or (name == "guidance_scale" and value == 1)
+        if not unasked:
             raise ValueError(f"{name} cannot be used to generate with a recurrent model: {reason}.")

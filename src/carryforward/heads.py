@@ -96,7 +96,7 @@ class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transfo
         state: State | None = None,
         *,
         overlap: int | None = None,
-        use_state: bool = True,
+        use_state: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -112,17 +112,23 @@ class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transfo
             labels: as in Hugging Face: shifted inside, -100 is not scored; usually `input_ids` itself.
             state: an earlier call's `state`, to go on from there; the first new token is then scored too.
             overlap: read at another overlap than the model was made for.
-            use_state: False removes the state: every window stands alone, as with the base model.
+            use_state: False removes the state: every window stands alone, as with the base model. True by default.
             logits_to_keep: compute logits for the last so many columns only, or for the columns listed; 0 is all.
             return_logits: give logits beside the loss; without labels they are always given.
             num_items_in_batch: divide the loss by this instead of the number of scored targets.
             past_key_values: `generate`'s: read the next tokens, and give the logits of the last one only.
         """
         if past_key_values is not None:
-            check_cache(past_key_values, labels=labels, state=state, overlap=overlap)
+            check_cache(
+                past_key_values, labels=labels, state=state, overlap=overlap, use_state=use_state,
+                logits_to_keep=None if isinstance(logits_to_keep, int) and logits_to_keep in (0, 1) else logits_to_keep,
+                return_logits=None if return_logits else return_logits,
+                num_items_in_batch=num_items_in_batch,
+            )  # fmt: skip
             next_logits = past_key_values.read(self, input_ids, attention_mask)
             return RecurrentOutput(logits=next_logits, past_key_values=past_key_values)
         outputs = labels is None if return_logits is None else return_logits
+        use_state = True if use_state is None else use_state
         reading = self._plan(
             input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=False
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name: a Hub name, a folder, a GGUF file, or a run of `carryforward train`."""
+"""Models by name: the bundled one, a Hub name, a folder, a GGUF file, or a run of `carryforward train`."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from .adding import add_recurrence
 from .configuration import RecurrentModelConfig
 from .insertion import architecture_of
 from .modeling import RecurrentPreTrainedModel
+from .settings import BUNDLED
 
+_BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
 
 
@@ -40,9 +42,15 @@ class Loaded:
         return isinstance(self.model, RecurrentPreTrainedModel)
 
 
+def load_bundled() -> tuple[PreTrainedModel, Any]:
+    """The small model that comes with the package, and its tokenizer: plain, for `add_recurrence` to make recurrent."""
+    loaded = load_causal(BUNDLED)
+    return loaded.model, loaded.tokenizer
+
+
 def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """Load a causal language model, plain or recurrent, and its tokenizer."""
-    run = _run_of(Path(name))
+    run = _run_of(name)
     model = _load(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
     if Path(name).suffix == ".gguf":
         _make_plain(model)
@@ -58,7 +66,7 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
         if window not in (None, config.recurrence.window):
             raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
         model = _load(getattr(heads, config.architectures[0]).from_pretrained, name)  # type: ignore[index]
-        loaded = Loaded(name, model, tokenizer, _run_of(Path(name)))
+        loaded = Loaded(name, model, tokenizer, _run_of(name))
     else:
         positions = architecture_of(config).positions(config)
         plain = _load(AutoModel.from_pretrained, name)
@@ -104,6 +112,8 @@ def _load(load: Callable, name: str, **options: Any) -> Any:
 
 def _find(name: str) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` must be given for a name."""
+    if name == BUNDLED:
+        return str(_BUNDLED_FOLDER), {}
     path = Path(name)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -125,9 +135,9 @@ def _make_plain(model: PreTrainedModel) -> None:
                 delattr(owner, attribute)
 
 
-def _run_of(path: Path) -> dict[str, Any] | None:
-    for folder in (path, path.parent):  # a run, or one of its checkpoints
-        if (folder / RUN_FILE).is_file():
+def _run_of(name: str) -> dict[str, Any] | None:
+    for folder in (Path(name), Path(name).parent):  # a run, or one of its checkpoints
+        if name != BUNDLED and (folder / RUN_FILE).is_file():
             try:
                 record = json.loads((folder / RUN_FILE).read_text())
             except ValueError as error:

@@ -5,7 +5,8 @@ Cutting documents into windows is `reading`'s, inserting the state `insertion`'s
 here they meet. What a window gives out depends on the head and is said in `heads`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -95,12 +96,26 @@ class _Program(bptt.Program):
             model._body(**inputs)
         if not passes_on:
             return emitted, table
-        new = model.recurrence(carry.take_outputs(), *reading.pooled())
-        if everyone and all(cell.finished):
-            return emitted, new
-        done = [i for i, finished in enumerate(cell.finished) if finished]
-        rows = reading.index([cell.rows[i] for i in done])
-        return emitted, table.index_copy(0, rows, new.index_select(0, reading.index(done)))
+        outputs = carry.take_outputs()
+        for positions, done in reading.pooled(cell).items():
+            new = model.recurrence(outputs, *positions)
+            if len(done) < len(table):
+                rows = reading.index([cell.rows[i] for i in done])
+                new = table.index_copy(0, rows, new.index_select(0, reading.index(done)))
+            table = new
+        return emitted, table
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Without dropout; afterwards every module is as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
@@ -153,6 +168,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         use_state: bool,
         outputs: bool,
         final: bool,
+        closing: bool = False,
     ) -> Reading:
         """Check a call's arguments and cut its documents into windows."""
         recurrence = self.config.recurrence
@@ -168,7 +184,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         checks.labels(labels, input_ids, self._num_classes)
         return Reading(
             self.config, input_ids, attention_mask, labels, state,
-            overlap=overlap, outputs=outputs, final=final, use_state=use_state, bptt_windows=recurrence.bptt_windows,
+            overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
+            bptt_windows=recurrence.bptt_windows,
         )  # fmt: skip
 
     def _unroll(self, reading: Reading, emit: Emit, loss_only: bool = False) -> tuple[list[bptt.Emission], Tensor]:
@@ -196,11 +213,18 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         *,
         overlap: int | None = None,
         use_state: bool = True,
+        final: bool = False,
     ) -> State:
-        """Where documents stand after more tokens. Only windows that are complete are run, and only for their state."""
+        """Where documents stand after more tokens. Only windows that are complete are run, and only for their state.
+
+        Args:
+            final: the documents end here: a last window that is not full passes on what it has, and the state is that
+                of the whole document. There is nothing to go on with then.
+        """
         reading = self._plan(
-            input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=False, final=False
-        )
+            input_ids, attention_mask, None, state,
+            overlap=overlap, use_state=use_state, outputs=final, final=final, closing=final,
+        )  # fmt: skip
         program = _Program(self, reading, lambda cell, inputs: ())
         table = reading.before.carried.to(self.recurrence.weight)
         for cell in reading.cells:

@@ -59,6 +59,7 @@ class Reading:
         overlap: int,
         outputs: bool,
         final: bool,
+        closing: bool = False,
         use_state: bool = True,
         bptt_windows: int | None = None,
     ):
@@ -67,6 +68,7 @@ class Reading:
             state: where the documents stand; a fresh one for new documents.
             outputs: an output is wanted at every token, the last one included, and not only the scored targets.
             final: the documents end here (encoders).
+            closing: they end here, and their last windows pass on a state though they may not be full.
             use_state: pass states on. Without them every window stands alone.
         """
         self.config = config
@@ -74,6 +76,7 @@ class Reading:
         self.overlap = overlap
         self.outputs = outputs
         self.final = final
+        self.closing = closing
         self.use_state = use_state
         self.prefix, self.suffix = config.recurrence.prefix, config.recurrence.suffix
         self.room = config.recurrence.window - len(self.prefix) - len(self.suffix)
@@ -146,9 +149,14 @@ class Reading:
 
     def _finished(self, row: int, window: Window) -> bool:
         """A window passes on its state when it is full and nothing of it is still to be scored."""
+        if self._closes(row, window):
+            return True
         full = window.end - window.start == self.room
         more = window.end < self.length[row]
         return full and (more or not (self.causal or self.final))
+
+    def _closes(self, row: int, window: Window) -> bool:
+        return self.closing and window.end == self.length[row]
 
     # --- what a cell consists of -------------------------------------------------------------------------------
 
@@ -211,11 +219,17 @@ class Reading:
             destinations.append(column + row * width)
         return torch.cat(rows), torch.cat(positions), torch.cat(destinations)
 
-    def pooled(self) -> tuple[int, int]:
-        """The positions of a full window that are pooled: neither prefix nor suffix, and such that the state runs as
-        far ahead of the next window as it did in training, where the overlap may have been another (footnote 3)."""
-        ahead = self.config.recurrence.overlap - self.overlap
-        return len(self.prefix), len(self.prefix) + min(self.room + ahead, self.room)
+    def pooled(self, cell: Cell) -> dict[tuple[int, int], list[int]]:
+        """The positions of finished windows that are pooled, each range with its rows in the cell: neither prefix nor
+        suffix, and such that the state runs as far ahead of the next window, if there is one, as it did in training,
+        where the overlap may have been another (footnote 3)."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for i, (row, window) in enumerate(zip(cell.rows, cell.windows, strict=True)):
+            if cell.finished[i]:
+                ahead = 0 if self._closes(row, window) else self.config.recurrence.overlap - self.overlap
+                stop = len(self.prefix) + window.end - window.start + min(ahead, 0)
+                found.setdefault((len(self.prefix), stop), []).append(i)
+        return found
 
     def _columns(self, cell: Cell, ahead: int = 0) -> tuple[Tensor, Tensor]:
         """The packed column at each position, and whether the position belongs to the stretch at all."""
@@ -274,7 +288,8 @@ class Reading:
             starts.append(self.first[row])
             for window in windows:
                 if self._finished(row, window):
-                    starts[row], started[row] = window.start + self.room - self.overlap, self.use_state
+                    starts[row] = min(window.start + self.room - self.overlap, self.length[row])
+                    started[row] = self.use_state
         pending = [length - start for length, start in zip(self.length, starts, strict=True)]
         columns = torch.arange(max(pending)) + torch.tensor(starts)[:, None] - torch.tensor(self.first)[:, None]
         columns = columns.clamp(max=self.tokens.shape[1] - 1).to(self.tokens.device)
@@ -287,5 +302,5 @@ class Reading:
             read=torch.tensor(self.length),
             labels=self.labels.gather(1, columns) if self.labels is not None and not self.causal else None,
             summary=summary,
-            ended=self.final and not self.causal,
+            ended=self.closing or (self.final and not self.causal),
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a window's hidden states to the state the next window sees: equation 1 and the feed-forward network.
 
-Shapes: B rows, T positions, L layers, k hidden size, S slots, G states (1, or one per insertion layer).
+Shapes: B rows, T positions, L layers, k hidden size, S slots, G states (1, or one per insertion layer), m what is
+pooled at a position (k, or G times k where each insertion layer pools the one below it).
 This file knows neither where the hidden states come from nor how the state is inserted (`insertion`).
 """
 
@@ -20,11 +21,15 @@ class Recurrence(nn.Module):
     def __init__(self, config: RecurrenceConfig, num_layers: int, hidden_size: int):
         super().__init__()
         self.config = config
+        layers = config.insertion_layers(num_layers)
+        outputs = {"all": range(num_layers), "last": [num_layers - 1], "below": [layer - 2 for layer in layers]}
+        self.pooled = list(outputs[config.pooled_layers])  # from 0
+        self.width = hidden_size * (len(layers) if config.pooled_layers == "below" else 1)  # m
         if config.pooled_layers == "all":
             self.layer_logits = nn.Parameter(torch.empty(num_layers))  # α of equation 1
         if config.pooling == "attention":
-            self.keys = nn.Parameter(torch.empty(config.slots, hidden_size))
-        groups = len(config.insertion_layers(num_layers)) if config.state_per_layer else 1
+            self.keys = nn.Parameter(torch.empty(config.slots, self.width))
+        groups = len(layers) if config.separate else 1
         self.networks = nn.ModuleList(_feed_forward(hidden_size, config.hidden_sizes) for _ in range(groups))
 
     def forward(self, hidden: Sequence[Tensor], start: int, stop: int) -> Tensor:
@@ -36,33 +41,36 @@ class Recurrence(nn.Module):
         Returns:
             h_prev, [B, G, S, k].
         """
-        layers = [h[:, start:stop].to(self.weight.device) for h in (hidden if self.mixes_layers else hidden[-1:])]
-        return self.carried(self.pool(layers))
+        return self.carried(self.pool([h[:, start:stop].to(self.weight.device) for h in self.chosen(hidden)]))
+
+    def chosen(self, hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the layers' outputs that are pooled."""
+        return [hidden[i] for i in self.pooled]
 
     def carried(self, z: Tensor) -> Tensor:
-        """h_prev, [B, G, S, k], from what was pooled, [B, S, k]."""
-        z = z.to(self.weight.dtype)
+        """h_prev, [B, G, S, k], from what was pooled, [B, S, m]."""
+        parts = z.to(self.weight.dtype).split(self.weight.shape[0], dim=-1)  # one for all networks, or one for each
+        inputs = parts if len(parts) > 1 else parts * len(self.networks)
+        made = [network(x) for network, x in zip(self.networks, inputs, strict=True)]
+        if self.config.residual:
+            made = [x + new for x, new in zip(inputs, made, strict=True)]
         # under autocast a network's output is of lower precision; states keep the weights'
-        return torch.stack([network(z) for network in self.networks], dim=1).to(self.weight.dtype)
+        return torch.stack(made, dim=1).to(self.weight.dtype)
 
     @property
     def weight(self) -> Tensor:
         """The last linear layer's weight: states live on its device, in its precision."""
         return self.networks[0][-1].weight  # type: ignore[index]
 
-    @property
-    def mixes_layers(self) -> bool:
-        return self.config.pooled_layers == "all"
-
     def pool(self, layers: Sequence[Tensor]) -> Tensor:
-        """Equation 1 and its alternatives: L times [B, P, k] to [B, S, k]."""
+        """Equation 1 and its alternatives: the chosen layers, each [B, P, k], to [B, S, m]."""
         if self.config.pooling == "mean":
             # The mean over positions first: the same number as mixing first, without a mix of P x k.
             return self.mix([_stretches(h, self.config.slots, torch.mean) for h in layers])
         return self.pool_mixed(self.mix(layers))
 
     def pool_mixed(self, mixed: Tensor) -> Tensor:
-        """The same from layers mixed already, [B, P, k]."""
+        """The same from layers mixed already, [B, P, m]."""
         if self.config.pooling == "mean":
             return _stretches(mixed, self.config.slots, torch.mean)
         if self.config.pooling == "max":
@@ -71,9 +79,9 @@ class Recurrence(nn.Module):
         return scores.softmax(dim=1).transpose(1, 2) @ mixed
 
     def mix(self, layers: Sequence[Tensor]) -> Tensor:
-        """Σ w_ℓ h^(ℓ) with w = softmax(α); the last layer alone where only that is pooled."""
-        if not self.mixes_layers:
-            return layers[-1]
+        """Σ w_ℓ h^(ℓ) with w = softmax(α), or the layers side by side where they are not mixed."""
+        if self.config.pooled_layers != "all":
+            return torch.cat(list(layers), dim=-1)
         weights = self.layer_logits.softmax(dim=0).to(layers[0].dtype)
         total = weights[0] * layers[0]
         for weight, layer in zip(weights[1:], layers[1:], strict=True):
@@ -81,10 +89,10 @@ class Recurrence(nn.Module):
         return total
 
     def reset_parameters(self) -> None:
-        """The start: α = 0, linear layers as PyTorch starts them, the last one N(0, init_std) without bias."""
+        """The start: α = 0, linear layers as PyTorch starts them, the last one N(0, init_std), or 0 if residual."""
         from transformers import initialization as init  # leaves alone what a checkpoint has just filled
 
-        if self.mixes_layers:
+        if self.config.pooled_layers == "all":
             init.zeros_(self.layer_logits)
         if self.config.pooling == "attention":
             init.normal_(self.keys, std=self.config.init_std)
@@ -94,7 +102,7 @@ class Recurrence(nn.Module):
                 bound = layer.in_features**-0.5
                 init.uniform_(layer.weight, -bound, bound)
                 init.uniform_(layer.bias, -bound, bound)
-            init.normal_(last.weight, std=self.config.init_std)
+            init.normal_(last.weight, std=0.0 if self.config.residual else self.config.init_std)
             init.zeros_(last.bias)
 
 
@@ -107,7 +115,8 @@ def _feed_forward(size: int, hidden_sizes: Sequence[int]) -> nn.Sequential:
 
 
 def _stretches(x: Tensor, slots: int, pool: Callable[..., Tensor]) -> Tensor:
-    """Pool as many equal stretches of positions as there are slots, [B, P, k] to [B, S, k]; as equal as P allows."""
+    """Pool as many equal stretches of positions as there are slots, [B, P, m] to [B, S, m]; as equal as P allows."""
     length = x.shape[1]
     borders = [length * i // slots for i in range(slots + 1)]
-    return torch.stack([pool(x[:, a:b], dim=1) for a, b in pairwise(borders)], dim=1)
+    # at least one position each: a document may end with fewer than there are slots
+    return torch.stack([pool(x[:, a : max(b, a + 1)], dim=1) for a, b in pairwise(borders)], dim=1)

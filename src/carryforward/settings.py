@@ -8,8 +8,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from .data.corpora import PYTHON_DOCS
 
-def _setting(default: Any, help: str, panel: str) -> Any:
+BUNDLED = "bundled"  # the model that comes with the package
+
+
+def _setting(default: Any, help: str, panel: str | None) -> Any:
     return field(default=default, metadata={"help": help, "panel": panel})
 
 
@@ -29,12 +33,11 @@ def _training(default: Any, help: str) -> Any:
 class TrainSettings:
     """Everything that decides what `carryforward train` makes. None leaves a choice to the model or the paper."""
 
-    model: str = field(metadata={"help": "A Hub name, a folder, or a .gguf file.", "panel": None})
-    data: str = field(
-        metadata={
-            "help": "wikitext-103, pg19, either with =FOLDER, a folder of .txt, a .jsonl, or a Hub name.",
-            "panel": None,
-        }
+    model: str = _setting(
+        BUNDLED, "A Hub name, a folder, a .gguf file, or bundled, which comes with the package.", None
+    )
+    data: str = _setting(
+        PYTHON_DOCS, "wikitext-103, pg19, NAME=FOLDER, a folder of .txt, a .jsonl, a Hub name, or python-docs.", None
     )
 
     validation_data: str | None = _data(None, "Take validation text from elsewhere.")
@@ -50,8 +53,9 @@ class TrainSettings:
     slots: int | None = _recurrence(None, "Vectors carried (1).")
     insert_at: tuple[str, ...] | None = _recurrence(None, "Layers the state enters, from 1, or all (2).")
     pooling: str | None = _recurrence(None, "mean, max or attention (mean).")
-    pooled_layers: str | None = _recurrence(None, "all or last (all).")
+    pooled_layers: str | None = _recurrence(None, "all, last, or below (all).")
     hidden_sizes: tuple[int, ...] | None = _recurrence(None, "Hidden layers of the module (200 200 200).")
+    residual: bool | None = _recurrence(None, "Carry what was pooled, plus what the module adds to it.")
     state_per_layer: bool | None = _recurrence(None, "A state of its own for each of several layers.")
     bptt_windows: int | None = _recurrence(None, "Detach the state after every so many windows.")
     keep_graph: bool | None = _recurrence(None, "Keep activations: faster, and memory grows.")
@@ -77,14 +81,14 @@ class TrainSettings:
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{_flag(name)} {value}: it must be at least 1.")
+                raise ValueError(f"{flag(name)} {value}: it must be at least 1.")
         for name in ("learning_rate", "recurrence_learning_rate"):
             rates = getattr(self, name)
             if not rates or not all(0 < rate < math.inf for rate in rates):
-                raise ValueError(f"{_flag(name)} {' '.join(map(str, rates))}: rates are numbers above 0.")
+                raise ValueError(f"{flag(name)} {' '.join(map(str, rates))}: rates are numbers above 0.")
         for name in ("warmup_steps", "max_grad_norm"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: it must be at least 0.")
+                raise ValueError(f"{flag(name)} {getattr(self, name)}: it must be at least 0.")
         if not 0 < self.epochs < math.inf:
             raise ValueError(f"--epochs {self.epochs}: it must be above 0.")
         if self.freeze_base and not self.recurrence:
@@ -95,8 +99,8 @@ class TrainSettings:
 
     def recurrence_fields(self) -> dict[str, Any]:
         """The fields of `RecurrenceConfig` that were given."""
-        names = ("window", "overlap", "slots", "pooling", "pooled_layers", "hidden_sizes", "state_per_layer",
-                 "bptt_windows", "keep_graph")  # fmt: skip
+        names = ("window", "overlap", "slots", "pooling", "pooled_layers", "hidden_sizes", "residual",
+                 "state_per_layer", "bptt_windows", "keep_graph")  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return given if self.insert_at is None else {**given, "insert_at": _layers(self.insert_at)}
 
@@ -105,7 +109,7 @@ _AT_LEAST_ONE = ("max_document_tokens", "max_validation_tokens", "windows_per_sa
                  "eval_tokens", "save_tokens", "batch_size", "accumulate")  # fmt: skip
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 

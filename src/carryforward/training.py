@@ -4,14 +4,12 @@
 Several learning rates are tried first, briefly, and the best by validation is used. `runs` keeps the run's folder.
 """
 
-import contextlib
 import dataclasses
 import gc
 import itertools
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +62,8 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
         run.begin({"data": data, "processes": begin.world_size, "window": model.config.recurrence.window})
         return trainer
 
-    with _stopping_gently() as stop:
+    stop = StopGently()
+    with stop.listening(signal.SIGINT, signal.SIGTERM):
         trainer = job(_search(settings, run, job, stop), out)
         started = time.monotonic()
         _train(trainer, run, stop)
@@ -218,14 +217,3 @@ def _train(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> None:
     if stop.stopped or stop.requested:
         step = trainer.state.global_step
         raise Interrupted(f"stopped at step {step} and saved in {run.folder}. To go on, give the same command again.")
-
-
-@contextlib.contextmanager
-def _stopping_gently() -> Iterator[StopGently]:
-    stop = StopGently()
-    before = {number: signal.signal(number, stop.request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

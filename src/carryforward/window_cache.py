@@ -74,6 +74,17 @@ class WindowCache(Cache):
             found.append(buffer if len(rows) == len(buffer) else buffer[rows])
         return found[0], found[1]
 
+    def reset(self, *args: Any) -> None:
+        """Neither this nor the others named below: inherited, they would do nothing and say nothing."""
+        raise NotImplementedError(
+            "a WindowCache cannot be reset, cropped, repeated or indexed: begin another generation, from rows of "
+            "past_key_values.state if it is to go on from there."
+        )
+
+    crop = batch_repeat_interleave = batch_select_indices = reset  # type: ignore[assignment]
+
+    @torch.inference_mode(False)  # see `read`
+    @torch.no_grad()
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows for beams: each goes on from the row it came from."""
         self.has_beams = True
@@ -89,6 +100,7 @@ class WindowCache(Cache):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # buffers made in that mode could not be written to outside it
     @torch.no_grad()
     def read(self, model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Read the next columns of every row; the logits of the last token of each, [B, 1, V]."""
@@ -99,16 +111,22 @@ class WindowCache(Cache):
             )
         if self.state_before is None and len(ids) != self._batch:
             raise ValueError(f"past_key_values has {self._batch} rows, input_ids has {len(ids)}.")
-        if self.state_before is None and ids.shape[1] > 1:  # more text for a batch already begun
-            if any(self._ended):
-                raise ValueError(
-                    f"row {self._ended.index(True)} has ended: go on from past_key_values.state instead, with the text "
-                    "that follows in each row."
-                )
-            self.state_before = self.state
+        if ids.shape[1] > 1:
+            self.restart()
         logits = self._step(model, ids) if self.state_before is None else self._begin(model, ids, mask)
         self.columns += ids.shape[1]
         return logits
+
+    def restart(self) -> None:
+        """Make ready for more text: the unfinished window is read again with it. Refused where rows do not go on."""
+        if self.state_before is not None:
+            return
+        if any(self._ended):
+            raise ValueError(
+                f"row {self._ended.index(True)} has ended: go on from past_key_values.state instead, with the text "
+                "that follows in each row."
+            )
+        self.state_before = self.state
 
     def _begin(self, model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
         """The prompt: full windows give the state only; the tokens behind them fill the buffers."""
@@ -118,6 +136,7 @@ class WindowCache(Cache):
             before = before[torch.arange(len(before)).repeat_interleave(len(ids) // len(before))]
         state = model.advance_state(ids, mask, before, overlap=self.overlap, use_state=self.use_state)
         self.state_before = None
+        self.keys, self.values = {}, {}  # there may be more rows than before
         self._signature = state.signature
         self._batch, self._window = len(state), model.config.recurrence.window
         self._layers, self._slots = model.config.insertion_layers, model.config.recurrence.slots
@@ -128,15 +147,14 @@ class WindowCache(Cache):
         self._position = [0] * self._batch
         self._ended = [False] * self._batch
         self._tokens = torch.zeros(self._batch, self._window + 1, dtype=torch.long, device=device)
-        size = model.config.base_config.hidden_size
-        self._mixed = model.recurrence.weight.new_zeros(self._batch, self._window + 1, size)
+        self._mixed = model.recurrence.weight.new_zeros(self._batch, self._window + 1, model.recurrence.width)
         logits = None
-        for started in (False, True):
-            rows = [row for row in range(self._batch) if self._started[row] == started]
+        for sees in (False, True):
+            rows = [row for row in range(self._batch) if self._sees_state(row) == sees]
             if rows:
                 lengths = [int(state.pending[row]) for row in rows]
                 tokens = state.tokens[rows, : max(lengths)]
-                part = self._call(model, rows, tokens, lengths, brings_slots=started)
+                part = self._call(model, rows, tokens, lengths, brings_slots=sees)
                 logits = part.new_zeros(self._batch, *part.shape[1:]) if logits is None else logits
                 logits[rows] = part
         assert logits is not None
@@ -193,7 +211,7 @@ class WindowCache(Cache):
             carry.slots = model._slots(self._carried.index_select(0, self._rows.to(self._carried.device)))
         else:
             carry.kept = dict.fromkeys(self._layers, self._slots)
-            carry.seen = torch.tensor([self._started[row] for row in rows])
+            carry.seen = torch.tensor([self._sees_state(row) for row in rows])
         base = model.config.base_config
         keys = self._window + 1
         last = sorted({max(length - 1, 0) for length in lengths})
@@ -207,12 +225,16 @@ class WindowCache(Cache):
             carry=carry,
         )
         recurrence = model.recurrence
-        mixed = recurrence.mix([h.to(self._mixed) for h in carry.take_outputs()])
+        mixed = recurrence.mix([h.to(self._mixed) for h in recurrence.chosen(carry.take_outputs())])
         self._mixed[self._rows[:, None], self._places.to(self._mixed.device)] = mixed
         self._tokens[self._rows[:, None], self._places.to(self._tokens.device)] = tokens.to(self._tokens)
         for row, length in zip(rows, lengths, strict=True):
             self._position[row] += length
         return out.logits[torch.arange(len(rows)), [last.index(max(length - 1, 0)) for length in lengths]][:, None]
+
+    def _sees_state(self, row: int) -> bool:
+        """A row begun with a state keeps it when `use_state` is False, as in `forward`, but does not look at it."""
+        return self.use_state and self._started[row]
 
     def _kept_at(self, layer: int) -> int:
         """How many places in front of a layer's window are the slots'."""
@@ -252,4 +274,7 @@ def check_cache(cache: Any, **others: Any) -> None:
         )
     for name, value in others.items():
         if value is not None:
-            raise ValueError(f"{name} cannot be given together with past_key_values, which goes on as it began.")
+            raise ValueError(
+                f"{name} cannot be given together with past_key_values, which goes on as it began "
+                "and gives the logits of the last token."
+            )

@@ -4,27 +4,30 @@
 A state written here holds everything, the last token too: what comes next simply follows.
 """
 
-import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from . import console
 from .adding import special_tokens
 from .data.encoding import Encoder
+from .interrupting import Interruptible
 from .loading import Loaded, load_causal, usable_device
+from .settings import flag
 from .state import State
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CONTEXT = 16  # tokens before a new one that may decide how it is spelt: is there a space in front of it?
+_HALF = 3  # the most tokens that begin a character and do not end it: UTF-8 has up to four bytes
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,11 @@ class Choice:
         for name, accepted, valid in checks:
             value = getattr(self, name)
             if value is not None and not valid(value):
-                raise ValueError(f"{_flag(name)} {value}: it must be {accepted}.")
+                raise ValueError(f"{flag(name)} {value}: it must be {accepted}.")
         unused = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
         unused += ["temperature"] if self.greedy and self.temperature else []
         if self.is_greedy and unused:
-            raise ValueError(f"{_flag(unused[0])} has no meaning when the likeliest token is taken. Leave one out.")
+            raise ValueError(f"{flag(unused[0])} has no meaning when the likeliest token is taken. Leave one out.")
 
     @property
     def is_greedy(self) -> bool:
@@ -79,6 +82,11 @@ def read_prompt(text: str | None, file: Path | None, source: str | None) -> str 
         )
     if sum(given is not None for given in (text, file, source)) > 1:
         raise ValueError("there are several prompts: give one of --prompt, --prompt-file and -.")
+    if text is not None:
+        try:
+            text.encode("utf-8")  # bytes of the command line that are no text arrive as lone surrogates
+        except UnicodeEncodeError as error:
+            raise ValueError(f"--prompt is not UTF-8 (character {error.start}). Convert it.") from error
     if text is not None or (file is None and source is None):
         return text
     name = "-" if file is None else str(file)
@@ -109,17 +117,24 @@ def write(
     Args:
         prompt: None or empty goes on from the state; "" without one begins with the model's bos token.
         show: gets the text, piece by piece.
+
+    Returns:
+        the record. A state that could not be saved is an entry in it: the text is not lost for that.
     """
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {max_new_tokens}: it must be at least 1.")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: it must be one of {', '.join(DTYPES)}.")
+    if seed is not None and not -(2**63) <= seed < 2**64:  # what torch takes
+        raise ValueError(f"--seed {seed}: it must be at least -2**63 and below 2**64.")
     if state_out is not None and not state_out.absolute().parent.is_dir():  # before the work, not after it
         raise ValueError(f"--state-out {state_out}: there is no such folder.")
+    if state_out is not None and state_out.is_dir():
+        raise ValueError(f"--state-out {state_out} is a folder: give the name of a file.")
     device = usable_device(device)
     loaded = load_causal(name, DTYPES[dtype])
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
-    state = None if state_in is None else State.load(state_in, device)
+    state = None if state_in is None else _load_state(state_in, device)
     reading = _reading(loaded, overlap, use_state, state, state_out)
     ids = _encode(loaded, prompt, state)
     room = _room(loaded, len(ids))
@@ -127,38 +142,44 @@ def write(
     torch.manual_seed(seed)
 
     earlier = state.tokens[0, : int(state.pending[0])].tolist() if state is not None else []
-    pieces = Pieces(loaded.tokenizer, earlier + ids, show)
+    pieces = Pieces(loaded.tokenizer, earlier + ids, show, continues=not ids, continued=state_out is not None)
     prompts = torch.tensor([ids], dtype=torch.long, device=device)
     begun = time.perf_counter()
-    with stop_on_request() as stop:
+    stop, state_error = Interruptible(), None
+    with stop.listening(signal.SIGINT):
         out = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), **(choice or Choice()).settings(), **reading,
             max_new_tokens=max_new_tokens if room is None else min(room, max_new_tokens), num_beams=1,
-            num_return_sequences=1, pad_token_id=_padding(loaded.tokenizer), streamer=pieces, stopping_criteria=[stop],
+            num_return_sequences=1, pad_token_id=_padding(loaded.tokenizer), streamer=pieces,
+            stopping_criteria=[lambda ids, scores, **_: torch.full((len(ids),), stop.requested, device=ids.device)],
             logits_processor=[_numbers], return_dict_in_generate=True,
         )  # fmt: skip
         ended = time.perf_counter()
         if state_out is not None:
-            before = out.past_key_values.state
-            last = out.sequences[:, -1:]
-            model.advance_state(last, state=before, overlap=overlap, use_state=use_state).save(state_out)
+            before, last = out.past_key_values.state, out.sequences[:, -1:]
+            whole = model.advance_state(last, state=before, overlap=overlap, use_state=use_state)
+            try:
+                whole.save(state_out)
+            except (OSError, SafetensorError) as error:
+                state_error = f"--state-out {state_out} could not be written: {error}"
     written = len(pieces.times)
     return {
         "model": name,
         "prompt": prompt or "",
         "text": pieces.text,
         "tokens": written,
-        "ended": _reason(loaded, pieces, stop, room),
+        "ended": _reason(loaded, int(out.sequences[0, -1]), stop.requested, written == room),
         "seconds": ended - begun,
         "prompt_seconds": pieces.times[0] - begun,
         "tokens_per_second": (written - 1) / (ended - pieces.times[0]) if written > 1 else None,
         "seed": seed,
         "prompt_tokens": len(ids),
+        "state_error": state_error,
     }
 
 
 def told(record: dict[str, Any]) -> None:
-    """A line on stderr: how it went."""
+    """A line on stderr: how it went. A state that was not saved is an error here, once the text is out."""
     rate = record["tokens_per_second"]
     reasons = {
         "eos": ", the model ended it",
@@ -167,6 +188,21 @@ def told(record: dict[str, Any]) -> None:
     }
     speed = f", {rate:,.1f} a second" if rate else ""
     console.note(f"{record['tokens']:,} tokens{speed}{reasons.get(record['ended'], '')}")
+    if record["state_error"] is not None:
+        raise OSError(record["state_error"])
+
+
+def _load_state(path: Path, device: str) -> State:
+    """The state of a single text."""
+    if path.is_dir():
+        raise ValueError(f"--state-in {path} is a folder: give the file that --state-out wrote.")
+    state = State.load(path, device)
+    if len(state) != 1:
+        raise ValueError(
+            f"--state-in {path} holds {len(state)} texts, and one is written at a time. Pick one in Python: "
+            f'carryforward.State.load("{path}")[:1].save("first.state") is the first.'
+        )
+    return state
 
 
 def _reading(
@@ -177,9 +213,9 @@ def _reading(
         return {"overlap": overlap, "use_state": use_state, "state": state}
     given = {"--overlap": overlap, "--no-state": None if use_state else True, "--state-in": state,
              "--state-out": state_out}  # fmt: skip
-    for flag, value in given.items():
+    for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{flag} is for recurrent models; {loaded.name} is a plain one. Leave it out.")
+            raise ValueError(f"{name} is for recurrent models; {loaded.name} is a plain one. Leave it out.")
     return {}
 
 
@@ -218,31 +254,46 @@ def _room(loaded: Loaded, prompt: int) -> int | None:
     return positions - prompt
 
 
-def _reason(loaded: Loaded, pieces: "Pieces", stop: "Stop", room: int | None) -> str:
-    """Why the text is over."""
+def _reason(loaded: Loaded, last: int, stopped: bool, full: bool) -> str:
+    """Why the text is over: its last token, Ctrl-C, or a plain model's positions."""
     config = loaded.model.generation_config
     ends = torch.as_tensor([] if config is None or config.eos_token_id is None else config.eos_token_id)
-    if pieces.ids[-1] in ends.flatten().tolist():
+    if last in ends.flatten().tolist():
         return "eos"
-    if stop.requested:
+    if stopped:
         return "interrupted"
-    return "positions" if len(pieces.times) == room else "length"
+    return "positions" if full else "length"
 
 
 class Pieces(BaseStreamer):
     """Tokens to text, as they come: a piece is given out when no later token can change it."""
 
-    def __init__(self, tokenizer: Any, before: list[int], show: Callable[[str], Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        before: list[int],
+        show: Callable[[str], Any] | None = None,
+        *,
+        continues: bool = False,
+        continued: bool = False,
+    ):
         """
         Args:
             before: the tokens of the text so far: a first word may need to know that it is not the first.
+            continues: they are another run's, which may have left half a character to this one.
+            continued: another run goes on: half a character at the end is left to that one.
         """
-        self.tokenizer, self.show = tokenizer, show
-        self.text = ""
+        self.tokenizer, self.show, self.continued = tokenizer, show, continued
         self.times: list[float] = []
         self.ids = before[-_CONTEXT:]
-        self._from, self._shown = 0, len(self.ids)  # where decoding starts, and up to where it has been given out
+        self._pieces: list[str] = []
+        self._from = 0  # where decoding starts, and up to where it has been given out
+        self._shown = self._whole() if continues else len(self.ids)
         self._begun = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
 
     def put(self, value: Tensor) -> None:
         if not self._begun:  # transformers gives the prompt first
@@ -250,55 +301,38 @@ class Pieces(BaseStreamer):
             return
         self.times.append(time.perf_counter())
         self.ids += value.flatten().tolist()
-        self._give(unfinished=False)
+        self._give(len(self.ids))
+        if len(self.ids) - self._shown > 2 * _HALF:  # these will never be a character, and decoding them takes longer
+            self._give(len(self.ids) - _HALF, unfinished=True)
 
     def end(self) -> None:
-        self._give(unfinished=True)
+        self._give(len(self.ids) - (_HALF if self.continued else 0), unfinished=True)
 
-    def _give(self, unfinished: bool) -> None:
-        known, new = self._decode(self.ids[self._from : self._shown]), self._decode(self.ids[self._from :])
-        if len(new) <= len(known) or (new.endswith("\ufffd") and not unfinished):  # half of a character
+    def _give(self, end: int, unfinished: bool = False) -> None:
+        """The text up to a token, if it is new and ends with a whole character."""
+        known, new = self._decode(self.ids[self._from : self._shown]), self._decode(self.ids[self._from : end])
+        piece = new[len(known) :]
+        if end <= self._shown or (not unfinished and (not piece or new.endswith("\ufffd"))):
             return
-        self._from, self._shown = self._shown, len(self.ids)
-        self.text += new[len(known) :]
+        if not piece:  # tokens that stand for nothing
+            del self.ids[self._shown : end]
+            return
+        self._from, self._shown = self._shown, end
+        self._pieces.append(piece)
         if self.show is not None:
-            self.show(new[len(known) :])
+            self.show(piece)
+
+    def _whole(self) -> int:
+        """How many of the tokens so far an earlier run has shown."""
+        least = max(len(self.ids) - _HALF, 0)
+        ends = range(len(self.ids), least, -1)
+        return next((end for end in ends if not self._decode(self.ids[:end]).endswith("\ufffd")), least)
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-class Stop:
-    """A stopping criterion: Ctrl-C ends the text after the token that is being written."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def request(self, number: int, frame: Any) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full((len(input_ids),), self.requested, device=input_ids.device)
-
-
-@contextlib.contextmanager
-def stop_on_request() -> Iterator[Stop]:
-    """A first Ctrl-C is kept for the criterion; a second one ends at once."""
-    stop = Stop()
-    before = signal.signal(signal.SIGINT, stop.request)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _numbers(input_ids: Tensor, scores: Tensor) -> Tensor:
     if scores.isnan().any():
         raise ArithmeticError("the model gives no numbers: its weights hold NaN or are too large for --dtype.")
     return scores
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -76,7 +76,6 @@ def _docstrings(node: ast.Module | ast.ClassDef, within: str) -> Iterator[str]:
         if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if own := ast.get_docstring(child):
-            signature = "" if isinstance(child, ast.ClassDef) else f"({ast.unparse(child.args)})"
-            yield f"{within}{child.name}{signature}\n\n{own}"
+            yield f"{within}{child.name}\n\n{own}"
         if isinstance(child, ast.ClassDef):
             yield from _docstrings(child, f"{within}{child.name}.")
