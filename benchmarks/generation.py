@@ -31,6 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from carryforward.files import written_whole
+
 HERE = Path(__file__).parent
 SEED = 0
 RECURRENT, PLAIN, AGAIN = MODES = "recurrent", "Hugging Face", "window read again"
@@ -176,9 +178,8 @@ def run(args: argparse.Namespace) -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         for case, figures in zip(cases, pool.map(in_a_process, cases), strict=True):
             report["cases"].append(case | {"figures": figures})
-            beside = args.out.with_suffix(".part")
-            beside.write_text(json.dumps(report, indent=2) + "\n")
-            os.replace(beside, args.out)
+            with written_whole(args.out) as beside:
+                beside.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def in_a_process(case: dict[str, Any]) -> list[dict[str, Any]]:

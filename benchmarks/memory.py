@@ -31,6 +31,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from carryforward.files import written_whole
+from carryforward.provenance import commit
+
 HERE = Path(__file__).parent
 SEED = 0
 RECOMPUTED, KEPT, PLAIN = MODES = "recomputed", "kept graph", "plain, full length"
@@ -169,19 +172,10 @@ def in_a_process(args: argparse.Namespace, mode: str, windows: int) -> dict[str,
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # the hash, never a tag
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
-    return os.environ.get("CARRYFORWARD_COMMIT", "unknown")
-
-
 def write(path: Path, report: dict[str, Any]) -> None:
-    """Replace the file as a whole: it is never seen half-written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(report, indent=2) + "\n")
-    os.replace(beside, path)
+    with written_whole(path) as beside:
+        beside.write_text(json.dumps(report, indent=2) + "\n")
 
 
 # --- table and figure --------------------------------------------------------------------------------------------

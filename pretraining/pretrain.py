@@ -30,6 +30,7 @@ from carryforward.console import Bar, note
 from carryforward.data.corpora import open_corpus
 from carryforward.data.documents import Documents, tokenise
 from carryforward.evaluation import perplexity
+from carryforward.files import written_whole
 from carryforward.provenance import provenance
 
 HERE = Path(__file__).parent
@@ -213,7 +214,8 @@ def store(model: GPT2LMHeadModel, folder: Path) -> None:
 
 def write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    with written_whole(path) as beside:
+        beside.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

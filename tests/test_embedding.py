@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 import carryforward as cf
-from carryforward import embedding, embedding_files, insertion
+from carryforward import embedding, embedding_files, files, insertion
 from carryforward.cli import main
 from carryforward.embedding import encode
 
@@ -347,7 +347,7 @@ def test_a_stopped_run_goes_on_where_it_was(saved, monkeypatch, capsys):
 
 def test_a_run_that_stops_while_it_puts_parts_together_can_be_finished(saved, monkeypatch):
     folder, _, rows = saved
-    replace = embedding_files.os.replace
+    replace = files.os.replace
 
     def failing(beside, path):
         if path.name == "v.npy":
@@ -355,7 +355,7 @@ def test_a_run_that_stops_while_it_puts_parts_together_can_be_finished(saved, mo
         replace(beside, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(embedding_files.os, "replace", failing)
+        patch.setattr(files.os, "replace", failing)
         assert run(folder, "--out", folder / "v.npy") == 130
     assert run(folder, "--out", folder / "v.npy") == 0
     assert len(np.load(folder / "v.npy")) == len(rows)

@@ -12,10 +12,9 @@ from pathlib import Path
 from carryforward.loading import load_causal
 
 gguf, books = map(Path, sys.argv[1:3])
-if gguf.exists():
-    loaded = load_causal(str(gguf))
-    loaded.model.save_pretrained("smollm2-135m")
-    loaded.tokenizer.save_pretrained("smollm2-135m")
+loaded = load_causal(str(gguf))
+loaded.model.save_pretrained("smollm2-135m")
+loaded.tokenizer.save_pretrained("smollm2-135m")
 for split, step in (("train", 15), ("validation", 1)):
     target = Path("books") / split
     target.mkdir(parents=True, exist_ok=True)

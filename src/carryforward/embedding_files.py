@@ -7,7 +7,6 @@ digest of these lines: what follows them may still be mended or grow.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from . import console
 from .embedding import TokenVectors, check_choices, check_text, encode, needs_state
+from .files import written_whole
 from .loading import Loaded, load_recurrent
 
 FORMATS = (".parquet", ".npy", ".safetensors")
@@ -241,7 +241,7 @@ def _begin(parts: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     if notes and json.loads(settings_file.read_text()) != settings:
         raise ValueError(f"{parts} was begun with another model or other settings. Delete it, or use another --out.")
     parts.mkdir(parents=True, exist_ok=True)
-    _replace(settings_file, json.dumps(settings).encode())
+    _write(settings_file, settings)
     return notes
 
 
@@ -257,29 +257,25 @@ def _write_part(path: Path, vectors: Any, output: str, note: dict[str, Any]) -> 
         rows = [row.vectors if isinstance(row, TokenVectors) else row for row in vectors]
         arrays = {f"vectors-{i}": row for i, row in enumerate(rows)}
         arrays |= {f"offsets-{i}": row.offsets for i, row in enumerate(vectors) if isinstance(row, TokenVectors)}
-    beside = path.with_name(f".{path.name}.npz")
-    with beside.open("wb") as file:
-        np.savez(file, **arrays)
-    os.replace(beside, path.with_suffix(".npz"))
-    _replace(path.with_suffix(".json"), json.dumps(note).encode())
+    with written_whole(path.with_suffix(".npz")) as beside:
+        np.savez(beside, **arrays)
+    _write(path.with_suffix(".json"), note)
 
 
-def _replace(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_bytes(content)
-    os.replace(beside, path)
+def _write(path: Path, content: Any) -> None:
+    with written_whole(path) as beside:
+        beside.write_text(json.dumps(content))
 
 
 def _put_together(parts: Path, out: Path, documents: int) -> None:
     """All parts as one file, a part in memory at a time."""
     notes = [(path.with_suffix(".npz"), json.loads(path.read_text())["ids"]) for path in _notes(parts)]
-    beside = out.with_name(f".{out.name}.tmp")
-    if out.suffix == ".parquet":
-        _as_parquet(notes, beside)
-    else:
-        _as_array(notes, beside, documents, out.suffix)
-        _replace(_ids_file(out), json.dumps([i for _, ids in notes for i in ids]).encode())
-    os.replace(beside, out)
+    with written_whole(out) as beside:
+        if out.suffix == ".parquet":
+            _as_parquet(notes, beside)
+        else:
+            _as_array(notes, beside, documents, out.suffix)
+            _write(_ids_file(out), [i for _, ids in notes for i in ids])
 
 
 def _as_parquet(notes: list[tuple[Path, list[str]]], beside: Path) -> None:

@@ -26,13 +26,12 @@ import logging
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .figure import Line, Point, draw
+from .files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
         how = (result["data"], _variant(result), [row["overlap"] for row in result["rows"]])  # another: another file
         digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=3).hexdigest()
         name = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") + f"-{digest}"
-        with _beside(target / f"{name}.json") as file:
+        with written_whole(target / f"{name}.json") as file:
             file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     write(load(target), target)
 
@@ -172,20 +171,12 @@ def write(results: list[Result], folder: str | os.PathLike) -> None:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        with _beside(target / name) as file:
+        with written_whole(target / name) as file:
             file.write_text(text, encoding="utf-8", newline="")
     try:
         figure(results, target / "figure.png")
     except ImportError as error:
         logger.warning("%s is left out: %s", target / "figure.png", error)
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A file to write, which then takes the place of `path`."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".report-") as folder:
-        yield Path(folder, path.name)
-        os.replace(Path(folder, path.name), path)
 
 
 def figure(results: list[Result], path: str | os.PathLike) -> Any:
@@ -195,7 +186,7 @@ def figure(results: list[Result], path: str | os.PathLike) -> Any:
         the matplotlib figure that was saved.
     """
     drawn = draw({title: _lines(models) for title, models in _by_data(results).items()})
-    with _beside(Path(path)) as file:
+    with written_whole(Path(path)) as file:
         drawn.savefig(file)
     return drawn
 

@@ -8,10 +8,10 @@ not be the same run.
 import dataclasses
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+from .files import written_whole
 from .loading import RUN_FILE
 from .settings import TrainSettings
 
@@ -52,9 +52,8 @@ class Run:
     def write(self) -> None:
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
-            beside = self.folder / f".{RUN_FILE}.{os.getpid()}.tmp"
-            beside.write_text(json.dumps(self.record, indent=2) + "\n")
-            os.replace(beside, self.folder / RUN_FILE)
+            with written_whole(self.folder / RUN_FILE) as beside:
+                beside.write_text(json.dumps(self.record, indent=2) + "\n")
 
     def _refuse_changes(self, what: str, before: dict[str, Any], now: dict[str, Any]) -> None:
         differing = [name for name in now if now[name] != before.get(name)]

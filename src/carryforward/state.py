@@ -10,11 +10,12 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .files import written_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,19 +103,14 @@ class State:
         return self._map(lambda x: x.to(device), [name for name in self._tensors() if name not in on_cpu])
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write a safetensors file, beside first and then renamed, so that no half-written one is ever seen."""
+        """Write a safetensors file."""
         from safetensors.torch import save_file
 
-        path = Path(path)
         # cloned: a fresh state's counts are one tensor, which safetensors would not write twice
         tensors = {name: x.detach().cpu().clone().contiguous() for name, x in self._tensors().items()}
         note = {"signature": self.signature, "ended": json.dumps(self.ended), "format": "carryforward-state"}
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with written_whole(path) as beside:
             save_file(tensors, beside, metadata=note)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> "State":
