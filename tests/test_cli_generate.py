@@ -160,7 +160,7 @@ def test_a_plain_model_up_to_its_positions(models):
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_keeps_what_was_written(recurrent, tmp_path, monkeypatch, as_json):
-    put, state = writing.Pieces.put, tmp_path / "state"
+    put, state, handler = writing.Pieces.put, tmp_path / "state", signal.getsignal(signal.SIGINT)
 
     def interrupted(self, value):
         put(self, value)
@@ -179,7 +179,7 @@ def test_ctrl_c_keeps_what_was_written(recurrent, tmp_path, monkeypatch, as_json
     assert text
     more = json.loads(succeed(*recurrent, "--state-in", state, "--greedy", "--max-new-tokens", 60, "--json").out)
     assert (text + more["text"]).startswith(whole)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_second_ctrl_c_ends_at_once(recurrent, monkeypatch):

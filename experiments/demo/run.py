@@ -24,7 +24,7 @@ def main() -> None:
         for seed in sys.argv[1:] or ["0", "1", "2"]:
             run(seed)
     results = {path.name.removeprefix("seed-"): report.load(path) for path in sorted(HERE.glob("results/seed-*"))}
-    (HERE / "README.md").write_text(page(results))
+    (HERE / "README.md").write_text(page(results, report.load(HERE / "results/paper")))
     before, _, rest = README.read_text().partition(BEGIN)
     report.figure(results["0"], HERE / "figure.png")
     README.write_text(f"{before}{BEGIN}\n\n{excerpt(results)}\n{END}{rest.partition(END)[2]}")
@@ -67,8 +67,9 @@ def excerpt(results: dict[str, list[report.Result]]) -> str:
     return f"{report.markdown(results['0'])}\n![perplexity against FLOPs](experiments/demo/figure.png)\n"
 
 
-def page(results: dict[str, list[report.Result]]) -> str:
+def page(results: dict[str, list[report.Result]], paper: list[report.Result]) -> str:
     first: dict[str, Any] = results["0"][0]
+    single = scores(paper)
     hardware, versions = first["hardware"], first["versions"]
     return f"""# The demo, with several seeds
 
@@ -80,11 +81,12 @@ validation split with seed 0; the test split was read with the final ones only.
 {report.markdown(results["0"])}
 ![perplexity against FLOPs](figure.png)
 
-The recurrence is not the paper's single vector, which learns nothing from so few tokens: the last layer is given what
-the layer below it made of the window before, pooled, plus what a network adds to it, which starts at
-nothing (`pooled_layers="below"`, `residual=True`, 14 slots, layer 7). One recurrent model is trained, at overlap 0; at
-other overlaps it is run as the paper's footnote 3 says. Perplexities are high because the text is: a word of it is
-often a name such as `__init_subclass__`, and a model of books spells it in many tokens.
+The recurrence is not the paper's single vector, which learns nothing from so few tokens: trained in the same way, it
+has {single["recurrent"]:,.0f}, and {single["removed"]:,.0f} with the state removed. Instead, the last layer is given
+what the layer below it made of the window before, pooled, plus what a network adds to it, which starts at nothing
+(`pooled_layers="below"`, `residual=True`, 14 slots, layer 7). One recurrent model is trained, at overlap 0; at other
+overlaps it is run as the paper's footnote 3 says. Perplexities are high because the text is: a word of it is often a
+name such as `__init_subclass__`, and a model of books spells it in many tokens.
 
 Python {versions["python"]}, whose documentation it is; commit {first["commit"][:12]}; {hardware["cpu"]}, \
 {hardware["cores"]} cores. Regenerate with `python experiments/demo/run.py`; the JSON is in `results/`.

@@ -69,7 +69,9 @@ def demo(
     prompt = _beginning(data)
     note("\n4. The recurrent model goes on with a document, past the 512 positions that the plain one has.")
     show(f"\n{prompt}")
-    writing.told(writing.write(recurrent, prompt, max_new_tokens=effort.write, seed=seed, show=show))
+    record = writing.write(recurrent, prompt, max_new_tokens=effort.write, seed=seed, show=show)
+    show("\n")
+    writing.told(record)
     note(_farewell(out))
 
 

@@ -63,9 +63,14 @@ def _modules() -> Iterator[Text]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).with_suffix("").parts
-        if _OTHERS.isdisjoint(parts):
-            docstrings = "\n\n".join(_docstrings(ast.parse(path.read_bytes()), ""))
-            yield Text(f"library/{'.'.join(parts).removesuffix('.__init__')}", docstrings + "\n")
+        if not _OTHERS.isdisjoint(parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):  # an installation may hold templates and other versions' files
+            continue
+        docstrings = "\n\n".join(_docstrings(tree, ""))
+        yield Text(f"library/{'.'.join(parts).removesuffix('.__init__')}", docstrings + "\n")
 
 
 def _docstrings(node: ast.Module | ast.ClassDef, within: str) -> Iterator[str]:
