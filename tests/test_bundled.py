@@ -162,17 +162,17 @@ def test_a_demo_replaces_only_a_demo(shown, tmp_path):
 
 
 def test_own_text(tmp_path):
-    from carryforward.demo import _own_text
+    from carryforward.demo import _own_text, _read
 
     texts = [text.text for text in python_docs.documents() if 1_000 < len(text.text.split()) < 1_500][:6]
     files = []
     for number, text in enumerate(texts):
         files.append(tmp_path / f"{number}.txt")
         files[-1].write_text(text)
-    _own_text(files, tmp_path / "many")
+    _own_text(_read(files), tmp_path / "many")
     assert [file.name for file in (tmp_path / "many/test").iterdir()] == ["4-4.txt"]
     assert len(list((tmp_path / "many/train").iterdir())) == 5
-    _own_text(files[:3], tmp_path / "few")
+    _own_text(_read(files[:3]), tmp_path / "few")
     for number, text in enumerate(texts[:3]):
         parts = [(tmp_path / "few" / split / f"{number}-{number}.txt").read_text() for split in ("train", "test")]
         assert "".join(parts) == text
@@ -181,6 +181,9 @@ def test_own_text(tmp_path):
     refused = invoke("demo", "--text", tmp_path / "short.txt", "--out", tmp_path / "d")
     assert refused.exit_code == 2
     assert "at least 2,000" in refused.stderr
+    (tmp_path / "d" / "plain").mkdir(parents=True)
+    assert invoke("demo", "--text", tmp_path / "short.txt", "--out", tmp_path / "d").exit_code == 2
+    assert (tmp_path / "d" / "plain").exists(), "an earlier demo is not lost to a wrong argument"
     missing = invoke("demo", "--text", tmp_path / "none.txt", "--out", tmp_path / "d")
     assert missing.exit_code == 2
     assert "none.txt" in missing.stderr

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from carryforward.data import cache as cache_folders
-from carryforward.data import documents, texts
+from carryforward.data import documents, progress, texts
 from carryforward.data.corpora import available_splits, open_corpus
 from carryforward.data.documents import Documents, tokenise
 from carryforward.data.texts import Corpus, Text
@@ -597,7 +597,7 @@ def test_tokenising_streams_and_reports(tokenizer, tmp_path, monkeypatch):
 
 def test_a_bar_on_a_terminal(tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(documents.time, "monotonic", iter(range(0, 10_000, 2)).__next__)
+    monkeypatch.setattr(progress.time, "monotonic", iter(range(0, 10_000, 2)).__next__)
     tokenise(corpus_of("a b", size=3), tokenizer, cache=tmp_path)
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 import carryforward as cf
-from carryforward import embedding, embedding_files, files, insertion
+from carryforward import embedding_files, files, insertion
 from carryforward.cli import main
+from carryforward.data import progress
 from carryforward.embedding import encode
 
 TOKENIZER = prose.tokenizer()
@@ -223,7 +224,7 @@ def test_progress_is_reported_or_shown(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     encode(model, TEXTS[:1], TOKENIZER)
     assert not capsys.readouterr().err, "it takes no time"
-    monkeypatch.setattr(embedding.time, "monotonic", iter(range(0, 10**6, 3)).__next__)
+    monkeypatch.setattr(progress.time, "monotonic", iter(range(0, 10**6, 3)).__next__)
     encode(model, TEXTS[:1], TOKENIZER)
     assert "embedding" in capsys.readouterr().err
 

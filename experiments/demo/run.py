@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from carryforward import report
+from carryforward.demo import scores
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
@@ -39,17 +40,6 @@ def run(seed: str) -> None:
         folder.mkdir(parents=True)
         for file in Path(place, "carryforward-demo/results").glob("*.json"):
             shutil.copy(file, folder)
-
-
-def scores(results: list[report.Result]) -> dict[str, float]:
-    """Word perplexity at overlap 0."""
-    found = {}
-    for result in results:
-        for row in result["rows"]:
-            if row["overlap"] == 0:
-                kind = "plain" if not result["model"]["recurrent"] else "recurrent" if row["use_state"] else "removed"
-                found[kind] = row["word_perplexity"]
-    return found
 
 
 def table(results: dict[str, list[report.Result]]) -> str:

@@ -45,9 +45,10 @@ def demo(
         files: one's own text; Python's documentation by default.
         show: gets the results, piece by piece.
     """
+    contents = _read(files)  # what is wrong with it, before anything is taken away
     _clear(out)
     effort = SHORT if short else FULL
-    data = _own_text(files, out / "text") if files else PYTHON_DOCS
+    data = _own_text(contents, out / "text") if files else PYTHON_DOCS
     note(
         f"A small language model that has read 1250 old books learns {_named(files)}, twice on the same words:\n"
         "plain, window by window of 64 tokens, and with a state carried from each window to the next.\n"
@@ -86,15 +87,22 @@ def _settings(data: str, effort: Effort, seed: int, recurrence: bool) -> TrainSe
     )  # fmt: skip
 
 
-def _conclusion(results: Sequence[report.Result]) -> str:
-    def score(result: report.Result, use_state: bool) -> float:
-        rows = [row for row in result["rows"] if row["overlap"] == 0 and row["use_state"] == use_state]
-        return rows[0]["word_perplexity"]
+def scores(results: Sequence[report.Result]) -> dict[str, float]:
+    """Word perplexity at overlap 0: plain, recurrent, and that with its state removed."""
+    found = {}
+    for result in results:
+        for row in result["rows"]:
+            if row["overlap"] == 0:
+                kind = "plain" if not result["model"]["recurrent"] else "recurrent" if row["use_state"] else "removed"
+                found[kind] = row["word_perplexity"]
+    return found
 
-    plain, recurrent, removed = score(results[0], False), score(results[1], True), score(results[1], False)
+
+def _conclusion(results: Sequence[report.Result]) -> str:
+    found = scores(results)
     return (
-        f"At overlap 0 the state lowers word perplexity from {plain:,.0f} to {recurrent:,.0f} "
-        f"({100 * (recurrent / plain - 1):+.1f} %); taken away again, it is {removed:,.0f}."
+        f"At overlap 0 the state lowers word perplexity from {found['plain']:,.0f} to {found['recurrent']:,.0f} "
+        f"({100 * (found['recurrent'] / found['plain'] - 1):+.1f} %); taken away again, it is {found['removed']:,.0f}."
     )
 
 
@@ -131,12 +139,16 @@ def _clear(out: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _own_text(files: Sequence[Path], folder: Path) -> str:
-    """Every fifth file is held out; of a few files, the last fifth of each."""
+def _read(files: Sequence[Path]) -> dict[Path, str]:
     contents = {path: texts.read(path) for path in files}
     words = sum(len(text.split()) for text in contents.values())
-    if words < _LEAST_WORDS:
+    if files and words < _LEAST_WORDS:
         raise ValueError(f"--text has {words:,} words: give at least {_LEAST_WORDS:,}, or there is little to learn.")
+    return contents
+
+
+def _own_text(contents: dict[Path, str], folder: Path) -> str:
+    """Every fifth file is held out; of a few files, the last fifth of each."""
     for number, (path, text) in enumerate(contents.items()):
         if len(contents) >= 5:
             parts = {"test" if number % 5 == 4 else "train": text}

@@ -6,11 +6,8 @@ asked for. Documents of similar length are read side by side, a few windows at a
 their length nor, for document vectors, on their number of tokens.
 """
 
-import contextlib
 import logging
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import checks
+from .data.progress import Progress, bar
 from .data.samples import pad
 from .heads import RecurrentModel
 from .modeling import RecurrentPreTrainedModel, evaluating
@@ -29,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 Output = Literal["document", "tokens", "windows"]
 Pooling = Literal["mean", "state"]
-Progress = Callable[[int, int], object]  # tokens read so far, tokens in all
 WINDOWS_PER_CALL = 8  # how much of each document one call reads; only speed notices
 
 
@@ -93,7 +90,7 @@ def encode(
     found = [collect(reader) for _ in ids]
     step = 1 if output == "windows" else WINDOWS_PER_CALL
     done, total = 0, sum(map(len, ids))
-    with _bar(progress) as report, evaluating(reader), torch.inference_mode():
+    with bar(progress, "embedding", after=2) as report, evaluating(reader), torch.inference_mode():
         for document, count, vectors, state in _read(
             reader, ids, overlap, use_state, batch_size, step, states_only=collect is _WholeState
         ):
@@ -156,28 +153,6 @@ def _tokens(name: str, text: str, tokenizer: Any, offsets: bool) -> tuple[np.nda
     )
     spans = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2) if offsets else None
     return np.array(encoding["input_ids"], dtype=np.int64), spans
-
-
-@contextlib.contextmanager
-def _bar(progress: Progress | None) -> Iterator[Progress]:
-    """What to report to: the caller's function, or a bar if there is a terminal and the work takes a while."""
-    if progress is not None or not sys.stderr.isatty():
-        yield progress or (lambda done, total: None)
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    begun = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        bar = Bar(console=Console(stderr=True), transient=True)
-        task = bar.add_task("embedding")
-
-        def report(done: int, total: int) -> None:
-            if not bar.live.is_started and time.monotonic() - begun > 2:
-                stack.enter_context(bar)
-            bar.update(task, completed=done, total=total)
-
-        yield report
 
 
 def _read(

@@ -121,16 +121,7 @@ def write(
     Returns:
         the record. A state that could not be saved is an entry in it: the text is not lost for that.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {max_new_tokens}: it must be at least 1.")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: it must be one of {', '.join(DTYPES)}.")
-    if seed is not None and not -(2**63) <= seed < 2**64:  # what torch takes
-        raise ValueError(f"--seed {seed}: it must be at least -2**63 and below 2**64.")
-    if state_out is not None and not state_out.absolute().parent.is_dir():  # before the work, not after it
-        raise ValueError(f"--state-out {state_out}: there is no such folder.")
-    if state_out is not None and state_out.is_dir():
-        raise ValueError(f"--state-out {state_out} is a folder: give the name of a file.")
+    _check(max_new_tokens, dtype, seed, state_out)
     device = usable_device(device)
     loaded = load_causal(name, DTYPES[dtype])
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
@@ -176,6 +167,20 @@ def write(
         "prompt_tokens": len(ids),
         "state_error": state_error,
     }
+
+
+def _check(max_new_tokens: int, dtype: str, seed: int | None, state_out: Path | None) -> None:
+    """What can be refused before anything is loaded."""
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {max_new_tokens}: it must be at least 1.")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: it must be one of {', '.join(DTYPES)}.")
+    if seed is not None and not -(2**63) <= seed < 2**64:  # what torch takes
+        raise ValueError(f"--seed {seed}: it must be at least -2**63 and below 2**64.")
+    if state_out is not None and not state_out.absolute().parent.is_dir():  # before the work, not after it
+        raise ValueError(f"--state-out {state_out}: there is no such folder.")
+    if state_out is not None and state_out.is_dir():
+        raise ValueError(f"--state-out {state_out} is a folder: give the name of a file.")
 
 
 def told(record: dict[str, Any]) -> None:

@@ -7,14 +7,11 @@ bytes and line ends of exactly the text these tokens stand for, which perplexiti
 are cut elsewhere.
 """
 
-import contextlib
 import errno
 import json
 import logging
-import sys
-import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, overload
@@ -23,11 +20,10 @@ import numpy as np
 
 from . import cache as cache_folders
 from .encoding import Encoder, dtype_for
+from .progress import Progress, bar
 from .texts import Corpus, Text
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int | None], None]  # bytes of text done, bytes in all if known
 
 _FORMAT = 1  # of the cache; another number leaves old entries unused
 _BATCH = 4_000_000  # characters tokenised at once
@@ -128,7 +124,8 @@ def tokenise(
     folder = cache_folders.root(cache) / key
     found = _open(folder)
     if found is None:
-        with cache_folders.beside(folder) as beside, _bar(corpus, progress) as report:
+        told = f"tokenising {corpus.name} ({corpus.split})"
+        with cache_folders.beside(folder) as beside, bar(progress, told, after=1) as report:
             meta = {"format": _FORMAT, "key": key, "name": corpus.name, "split": corpus.split, "max_tokens": max_tokens}
             _write(beside, corpus, encoder, meta, report)
             found = cache_folders.put(beside, folder, _open)
@@ -211,28 +208,6 @@ def _open(folder: Path) -> Documents | None:
     starts = _starts(counts["lengths"])
     about = {name: meta[name] for name in ("name", "split", "key", "max_tokens")}
     return Documents(tokens, starts, counts, names, **about)
-
-
-@contextlib.contextmanager
-def _bar(corpus: Corpus, progress: Progress | None) -> Iterator[Progress]:
-    """What to report to: the caller's function, or a bar if there is a terminal and the work takes a while."""
-    if progress is not None or not sys.stderr.isatty():
-        yield progress or (lambda done, total: None)
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    begun = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        bar = Bar(console=Console(stderr=True), transient=True)
-        task = bar.add_task(f"tokenising {corpus.name} ({corpus.split})", total=corpus.size)
-
-        def report(done: int, total: int | None) -> None:
-            if not bar.live.is_started and time.monotonic() - begun > 1:
-                stack.enter_context(bar)
-            bar.update(task, completed=done, total=total)
-
-        yield report
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
