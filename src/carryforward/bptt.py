@@ -5,11 +5,12 @@ Between windows only the state passes. So a first pass without a graph notes the
 the windows are then run again, newest first, each with a graph of its own, handing the gradient of its incoming
 state to the window before. The gradients are those of the whole graph.
 
-Two choices shape the code. Where windows give out nothing but their loss, the gradient to come is known up to a
+Three choices shape the code. Where windows give out nothing but their loss, the gradient to come is known up to a
 factor: the second pass is done at once, inside the forward call, and needs neither the vocabulary projection in the
 first pass nor any first pass of the last window; `backward` then only applies the factor. And parameters are inputs
 of one autograd function, so that their gradients leave it once: accumulating into `.grad` window by window would
-bypass the hooks with which distributed training keeps its ranks equal.
+bypass the hooks with which distributed training keeps its ranks equal. The newest windows need not be run twice where
+there is memory for their activations (`keep_windows`): the first pass then gives them a graph that is kept.
 
 This file knows nothing of models: a `Program` says what a window computes.
 """
@@ -22,6 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
+
+from .memory import Allowance
 
 logger = logging.get_logger(__name__)
 
@@ -39,6 +42,14 @@ class Program(Protocol):
         leaves the table as it is then has nothing to do."""
         ...
 
+    def kind(self, cell: Any) -> Any:
+        """Cells of one kind take the same memory."""
+        ...
+
+    def gathered(self) -> Sequence[Tensor | None]:
+        """Gradients of the parameters that cells have summed up themselves since this was last asked."""
+        ...
+
 
 @dataclass
 class Plan:
@@ -50,7 +61,9 @@ class Plan:
         always: the parameters that receive a gradient of zero, not none, when no window used them (the recurrence
             module in a batch of one-window documents), so that all ranks of a distributed run agree.
         loss_only: each cell emits just its summed loss, a scalar, and only their sum is given out.
-        keep_graph: keep all activations instead of recomputing them.
+        keep_graph: let autograd keep the graph of everything, as it does everywhere else.
+        allowance: how many windows may keep their activations instead of being run twice.
+        offload: keep the noted tables in the host's memory.
         seeds: where random numbers are drawn (dropout), one seed for each cell, so that a second pass draws the same;
             a seed is a thousandth of what a generator's whole state takes.
         devices: where random numbers may be drawn, beside the CPU.
@@ -61,6 +74,8 @@ class Plan:
     always: set[nn.Parameter]
     loss_only: bool
     keep_graph: bool
+    allowance: Allowance
+    offload: bool
     seeds: list[int] | None
     devices: set[torch.device]
 
@@ -79,14 +94,7 @@ def unroll(plan: Plan, table: Tensor) -> tuple[list[Emission], Tensor]:
         what each cell emits (with `loss_only` one emission, the sum), and the table after the last cell.
     """
     differentiable = torch.is_grad_enabled() and (bool(plan.parameters) or table.requires_grad)
-    keep_graph = plan.keep_graph
-    if differentiable and not keep_graph and any(parameter._backward_hooks for parameter in plan.parameters):
-        logger.warning_once(
-            "A hook on a parameter's gradient would run once for every window: the graph of all windows is kept "
-            "instead, and memory grows with their number. Tensor.register_post_accumulate_grad_hook does not need that."
-        )
-        keep_graph = True
-    if differentiable and plan.program.cells and not keep_graph:
+    if differentiable and plan.program.cells and not plan.keep_graph:
         *flat, table = _Recomputed.apply(plan, table, *plan.parameters)
         arity = len(flat) if plan.loss_only else len(flat) // len(plan.program.cells)
         return [tuple(flat[i : i + arity]) for i in range(0, len(flat), arity)], table
@@ -101,6 +109,17 @@ def unroll(plan: Plan, table: Tensor) -> tuple[list[Emission], Tensor]:
     if differentiable and unused:
         emissions = [(_Anchor.apply(first, *unused), *rest) for first, *rest in emissions]
     return emissions, table
+
+
+def hooked(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether someone waits for a parameter's gradient, who would be called once for every window."""
+    if not any(parameter._backward_hooks for parameter in parameters):
+        return False
+    logger.warning_once(
+        "A hook on a parameter's gradient would run once for every window: the graph of all windows is kept "
+        "instead, and memory grows with their number. Tensor.register_post_accumulate_grad_hook does not need that."
+    )
+    return True
 
 
 class _Anchor(torch.autograd.Function):
@@ -192,7 +211,9 @@ class _Sweep:
 
     def __init__(self, plan: Plan, device: torch.device):
         self.plan = plan
+        self.device = device
         self.tables: list[Tensor] = []
+        self.kept: dict[int, tuple[Tensor, Emission, Tensor]] = {}  # table before, emission and table after, with graph
         self.autocast: dict[str, Any] = {
             "device_type": device.type,
             "enabled": torch.is_autocast_enabled(device.type),
@@ -203,21 +224,45 @@ class _Sweep:
         self.table = torch.empty(0)
 
     def first_pass(self, table: Tensor) -> tuple[list[Emission], Tensor]:
-        """Without a graph: note the table before each cell. The last cell is not run if only the loss is wanted."""
+        """Without a graph, but for the newest cells that may keep theirs: note the table before each cell. The last
+        cell is not run if only the loss is wanted, and its graph not kept."""
         emissions = []
-        for i in range(len(self.plan.program.cells)):
-            self.tables.append(table)
-            if self.plan.loss_only and i == len(self.plan.program.cells) - 1:
+        cells = self.plan.program.cells
+        recomputed = len(cells) - self._keepable()
+        for i in range(len(cells)):
+            self.tables.append(self._noted(table))
+            if i >= recomputed:
+                emitted, table = self._keep(i, table)
+            elif self.plan.loss_only and i == len(cells) - 1:
                 break
-            emitted, table = self.plan.advance(i, table, head=not self.plan.loss_only)
+            else:
+                emitted, table = self.plan.advance(i, table, head=not self.plan.loss_only)
             emissions.append(emitted)
         torch.clear_autocast_cache()  # older torch would use weights cast without a graph a second time
         return emissions, table
 
+    def _keepable(self) -> int:
+        """How many of the newest cells keep their graph."""
+        kinds = [self.plan.program.kind(cell) for cell in reversed(self.plan.program.cells)]
+        return self.plan.allowance.windows(kinds, self.plan.parameters, self.device)
+
+    def _keep(self, i: int, table: Tensor) -> tuple[Emission, Tensor]:
+        incoming = table.detach().requires_grad_()
+        with torch.enable_grad():
+            emitted, outgoing = self.plan.advance(i, incoming)
+        self.kept[i] = incoming, emitted, outgoing
+        return tuple(tensor.detach() for tensor in emitted), outgoing.detach()
+
+    def _noted(self, table: Tensor) -> Tensor:
+        if not self.plan.offload or table.device.type == "cpu":
+            return table
+        host = torch.empty_like(table, device="cpu", pin_memory=True)
+        return host.copy_(table, non_blocking=True)
+
     def second_pass(
         self, emitted: Sequence[Tensor | None] | None, table: Tensor | None, prepay: bool = False
     ) -> _Gradients:
-        """Newest cell first: run it with a graph and pull the gradients through it.
+        """Newest cell first: run it with a graph, unless it has kept one, and pull the gradients through it.
 
         Args:
             emitted: gradients of what the cells emitted (with `loss_only` one for all of them).
@@ -225,15 +270,23 @@ class _Sweep:
             prepay: the call comes from the forward pass: the loss is not known yet, its gradient is taken to be 1.
         """
         gradients = _Gradients(table, [None] * len(self.plan.parameters))
+        cells, allowance = self.plan.program.cells, self.plan.allowance
         with torch.enable_grad(), contextlib.nullcontext() if prepay else torch.autocast(**self.autocast):
-            for i in reversed(range(len(self.plan.program.cells))):
-                incoming = self.tables[i].detach().requires_grad_()
-                outputs, outgoing = self.plan.advance(i, incoming)
+            for i in reversed(range(len(cells))):
+                if i in self.kept:
+                    incoming, outputs, outgoing = self.kept.pop(i)
+                else:
+                    incoming = self.tables[i].to(self.device).detach().requires_grad_()
+                    with allowance.measuring(self.plan.program.kind(cells[i]), self.plan.parameters):
+                        outputs, outgoing = self.plan.advance(i, incoming)
                 if prepay:
                     self.loss = self.loss + outputs[0].detach()
                     if i == len(self.tables) - 1:
                         self.table = outgoing.detach()
                 self._pull(gradients, incoming, outputs, outgoing, self._upstream(emitted, i, len(outputs)))
+        more = self.plan.program.gathered()
+        if more:
+            gradients.parameters = [_sum(a, b) for a, b in zip(gradients.parameters, more, strict=True)]
         return gradients
 
     def _upstream(self, emitted: Sequence[Tensor | None] | None, i: int, arity: int) -> Sequence[Tensor | None]:

@@ -45,8 +45,12 @@ class RecurrenceConfig:
         prefix, suffix: special tokens around every window of an encoder; `add_recurrence(tokenizer=...)` finds them.
         bptt_windows: detach the state after every so many windows from the document's start; None never does. With 1
             every state is detached, and the recurrence module is not trained at all.
-        keep_graph: keep every window's activations for the backward pass instead of recomputing them: faster, and
-            memory grows with the number of windows.
+        keep_windows: how many of a sample's newest windows keep their activations for the backward pass instead of
+            being run again: faster, and memory grows with their number. "auto" keeps as many as there is memory for.
+        keep_graph: let autograd keep the graph of all windows, as it does for other models: for hooks on gradients and
+            whatever else looks into it.
+        offload_states: keep the states of a sample's windows in the host's memory between the two passes; for very
+            long samples with many slots.
         init_std: standard deviation of the last linear layer's weights (and of attention pooling's keys) at the start.
     """
 
@@ -62,7 +66,9 @@ class RecurrenceConfig:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     bptt_windows: int | None = None
+    keep_windows: int | Literal["auto"] = "auto"
     keep_graph: bool = False
+    offload_states: bool = False
     init_std: float = 0.02
 
     def __new__(cls, *args: Any, **fields: Any) -> "RecurrenceConfig":
@@ -98,6 +104,8 @@ class RecurrenceConfig:
             _require(self, "insert_at", 1 not in layers, "at least 2 with pooled_layers='below': nothing is below 1")
         depth = self.bptt_windows
         _require(self, "bptt_windows", depth is None or (_is_int(depth) and depth >= 1), "None or at least 1")
+        kept = self.keep_windows
+        _require(self, "keep_windows", kept == "auto" or (_is_int(kept) and kept >= 0), 'a number from 0, or "auto"')
         _require(self, "init_std", self.init_std >= 0, "0 or more")
         room = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
         _require(self, "slots", self.slots <= room, f"at most {room}, the document tokens of a window")

@@ -82,7 +82,7 @@ def _settings(data: str, effort: Effort, seed: int, recurrence: bool) -> TrainSe
     positions to pool at the largest overlap."""
     return TrainSettings(
         model=BUNDLED, data=data, validation=False, recurrence=recurrence, window=64, slots=14, insert_at=("7",),
-        pooled_layers="below", residual=True, keep_graph=True, windows_per_sample=8, batch_size=8,
+        pooled_layers="below", residual=True, windows_per_sample=8, batch_size=8,
         learning_rate=(1e-3,), recurrence_learning_rate=(1e-3,), warmup_steps=5, train_tokens=effort.train, seed=seed,
     )  # fmt: skip
 

@@ -8,16 +8,15 @@ loss computed inside the window, or one vector per window for a classifier of wh
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.utils import can_return_tuple
 
-from . import bptt, checks
+from . import bptt, checks, losses
 from .generation import Generation
 from .modeling import RecurrentOutput, RecurrentPreTrainedModel
-from .reading import IGNORE, Cell, Reading
+from .reading import Cell, Reading
 from .state import State
 from .window_cache import WindowCache, check_cache
 
@@ -27,6 +26,9 @@ class _TokenModel(RecurrentPreTrainedModel):
 
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         raise NotImplementedError
+
+    def _nll_sum(self, inputs: dict[str, Any], targets: Tensor, start: int) -> Tensor:
+        return losses.nll_sum(self._outputs(inputs, start, inputs["input_ids"].shape[1]), targets)
 
     def _run(
         self,
@@ -46,21 +48,16 @@ class _TokenModel(RecurrentPreTrainedModel):
             kept = {id(cell): reading.kept(cell, place, width) for cell in reading.cells}
 
         def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
+            rows, positions, _ = kept[id(cell)]
             if reading.labels is not None:
-                start = min(reading.span(window)[0] for window in cell.windows)
+                start, targets = reading.scored(cell)
             else:  # only what is given out counts, and at least one position for its shape
-                positions = kept[id(cell)][1]
                 start = int(positions.min()) if len(positions) else cell.width - 1
             scores = self._outputs(inputs, start, cell.width)
-            emitted = []
-            if reading.labels is not None:
-                emitted.append(_nll_sum(scores, reading.targets(cell)[:, start:]))
-            if kept:
-                rows, positions, _ = (index.to(scores.device) for index in kept[id(cell)])
-                emitted.append(scores[rows, positions - start])
-            return tuple(emitted)
+            given = scores[rows.to(scores.device), positions.to(scores.device) - start]
+            return (given,) if reading.labels is None else (losses.nll_sum(scores, targets), given)
 
-        emissions, carried = self._unroll(reading, emit, loss_only=not reading.outputs)
+        emissions, carried = self._unroll(reading, emit if reading.outputs else None)
         fields: dict[str, Any] = {"state": reading.state(carried)}
         if not reading.causal:
             fields["emitted"] = torch.tensor(reading.emitted())
@@ -85,6 +82,12 @@ class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transfo
 
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs, logits_to_keep=width - start).logits
+
+    def _nll_sum(self, inputs: dict[str, Any], targets: Tensor, start: int) -> Tensor:
+        projection = self.config.architecture.projection(self.base)
+        if projection is None:
+            return super()._nll_sum(inputs, targets, start)
+        return losses.projected_nll_sum(self._body(**inputs).last_hidden_state[:, start:], projection, targets)
 
     @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
@@ -304,12 +307,6 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             loss = None if labels is None else ForSequenceClassificationLoss(labels, logits, self.config)
         state, emitted = reading.state(carried, summary), torch.tensor(reading.emitted())
         return RecurrentOutput(loss=loss, logits=logits, emitted=emitted, state=state)
-
-
-def _nll_sum(scores: Tensor, targets: Tensor) -> Tensor:
-    """The summed negative log-likelihood, in float32 at least."""
-    exact = scores.to(torch.promote_types(scores.dtype, torch.float32)).flatten(0, 1)
-    return F.cross_entropy(exact, targets.to(exact.device).flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def _columns_to_keep(logits_to_keep: int | Tensor, width: int) -> tuple[Tensor, int, Tensor | None]:

@@ -11,14 +11,17 @@ under gradient checkpointing a layer runs again during the backward pass and mus
 hooks themselves hold no reference to any model, so copies and pickles of a model are independent of it.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import masking_utils
 
 _HIDDEN = torch.finfo(torch.float32).min  # what eager attention adds where nothing is to be seen
 
@@ -67,6 +70,14 @@ class Architecture:
 
     def layer_list(self, body: nn.Module) -> nn.ModuleList:
         return body.get_submodule(self.layers)  # type: ignore[return-value]
+
+    def projection(self, model: Any) -> nn.Linear | None:
+        """The layer whose outputs are a causal model's logits, or None where more is done, by the model or a hook."""
+        layer, cap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
+        plain = type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
+        if not plain or hasattr(layer, "_hf_hook") or cap is not None:
+            return None
+        return layer
 
 
 def _first_token_head(model: Any, first: Tensor) -> Tensor:
@@ -160,6 +171,16 @@ class Carry:
         assert self.outputs is not None, "outputs were taken before"
         outputs, self.outputs = self.outputs, None
         return [outputs[layer] for layer in sorted(outputs)]
+
+
+@contextlib.contextmanager
+def plain_masks() -> Iterator[None]:
+    """Without padding a window is one causal stretch, and attention needs no mask. While a CUDA graph is captured,
+    transformers does not look whether several texts share a row, and makes one that costs the fast kernels."""
+    with contextlib.ExitStack() as patches:
+        for name, answer in (("is_tracing", False), ("find_packed_sequence_indices", None)):
+            patches.enter_context(mock.patch.object(masking_utils, name, lambda *args, answer=answer: answer))
+        yield
 
 
 def install(body: nn.Module, architecture: Architecture) -> None:

@@ -8,7 +8,7 @@ here they meet. What a window gives out depends on the head and is said in `head
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 import transformers
@@ -18,8 +18,10 @@ from transformers.utils import ModelOutput, logging
 
 from . import bptt, checkpoints, checks, insertion
 from .configuration import RecurrentModelConfig
+from .memory import Allowance
 from .reading import Cell, Reading
 from .recurrence import Recurrence
+from .replay import FastPath, Replays, Result, Work
 from .state import State
 from .window_cache import WindowCache
 
@@ -55,12 +57,15 @@ Emit = Callable[[Cell, dict[str, Any]], bptt.Emission]
 
 
 class _Program(bptt.Program):
-    """One call's windows, for `bptt.unroll`."""
+    """One call's windows, for `bptt.unroll`. Without `emit` a window gives the summed loss of its targets."""
 
-    def __init__(self, model: "RecurrentPreTrainedModel", reading: Reading, emit: Emit):
+    def __init__(
+        self, model: "RecurrentPreTrainedModel", reading: Reading, emit: Emit | None, replays: Replays | None = None
+    ):
         self.model = model
         self.reading = reading
         self.emit = emit
+        self.replays = replays
         self.cells: list[Cell | None] = [*reading.cells]
         self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
 
@@ -70,35 +75,41 @@ class _Program(bptt.Program):
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         self.cells += [None] * (int(most) - len(self.cells))
 
+    def kind(self, cell: Cell | None) -> tuple:
+        return () if cell is None else (len(cell.rows), cell.width, cell.has_state)
+
+    def gathered(self) -> list[Tensor | None]:
+        return [] if self.replays is None else self.replays.gathered()
+
     def advance(self, cell: Cell | None, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
         reading, model = self.reading, self.model
         if cell is None:
             ids = reading.tokens.new_zeros(1, 1)
             return (model.base(input_ids=ids, use_cache=False).logits.sum() * 0,), table
-        passes_on = reading.use_state and any(cell.finished)
-        if not head and not passes_on:
+        pooled = reading.pooled(cell) if reading.use_state else {}
+        if not head and not pooled:
             return (), table
         everyone = len(cell.rows) == len(table)
-        carry = insertion.Carry()
+        carried = None
         if cell.has_state:
             carried = table if everyone else table.index_select(0, reading.index(cell.rows))
             if any(cell.cut):
                 carried = torch.where(reading.index(cell.cut)[:, None, None, None], carried.detach(), carried)
-            carry.slots = model._slots(carried)
         ids, mask = reading.inputs(cell)
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "carry": carry, "return_dict": True}
-        if reading.causal:
-            inputs["use_cache"] = False
         emitted: bptt.Emission = ()
-        if head:
-            emitted = self.emit(cell, inputs)
+        if self.emit is None:
+            start, targets = reading.scored(cell) if head else (0, None)
+            work = Work(ids, mask, carried, targets, start, tuple(pooled))
+            nll, states = model._window(work) if self.replays is None else self.replays.run(model, work, table)
+            emitted = () if nll is None else (nll,)
         else:
-            model._body(**inputs)
-        if not passes_on:
-            return emitted, table
-        outputs = carry.take_outputs()
-        for positions, done in reading.pooled(cell).items():
-            new = model.recurrence(outputs, *positions)
+            carry, inputs = model._inputs(ids, mask, carried)
+            if head:
+                emitted = self.emit(cell, inputs)
+            else:
+                model._body(**inputs)
+            states = model._states(carry, tuple(pooled))
+        for new, done in zip(states, pooled.values(), strict=True):
             if len(done) < len(table):
                 rows = reading.index([cell.rows[i] for i in done])
                 new = table.index_copy(0, rows, new.index_select(0, reading.index(done)))
@@ -143,6 +154,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
                 module._is_hf_initialized = True  # type: ignore[assignment]
         self.recurrence = Recurrence(config.recurrence, config.base_config.num_hidden_layers, config.state_shape[-1])
         insertion.install(self._body, config.architecture)
+        self.replays = Replays()
+        self._allowance = Allowance()
         self.post_init()
 
     @property
@@ -188,17 +201,54 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             bptt_windows=recurrence.bptt_windows,
         )  # fmt: skip
 
-    def _unroll(self, reading: Reading, emit: Emit, loss_only: bool = False) -> tuple[list[bptt.Emission], Tensor]:
-        """Run the windows: what they emit, and the vectors carried on."""
-        program, sharded = _Program(self, reading, emit), self._is_sharded()
-        if sharded and loss_only:
+    def _inputs(self, ids: Tensor, mask: Tensor | None, carried: Tensor | None) -> tuple[insertion.Carry, dict]:
+        """What the base model is called with for one window."""
+        carry = insertion.Carry()
+        if carried is not None:
+            carry.slots = self._slots(carried)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "carry": carry, "return_dict": True}
+        if self.config.architecture.causal:
+            inputs["use_cache"] = False
+        return carry, inputs
+
+    def _states(self, carry: insertion.Carry, pooled: tuple[tuple[int, int], ...]) -> tuple[Tensor, ...]:
+        """The states that a window passes on, one for each range of positions."""
+        outputs = carry.take_outputs() if pooled else []
+        return tuple(self.recurrence(outputs, *positions) for positions in pooled)
+
+    def _window(self, work: Work) -> Result:
+        """One window's loss and states: all that training runs on a device, and no decision that depends on data."""
+        carry, inputs = self._inputs(work.ids, work.mask, work.carried)
+        nll = None
+        if work.targets is None:
+            self._body(**inputs)
+        else:
+            nll = self._nll_sum(inputs, work.targets, work.start)
+        return nll, self._states(carry, work.pooled)
+
+    def _nll_sum(self, inputs: dict[str, Any], targets: Tensor, start: int) -> Tensor:
+        """The summed loss of a window's positions from `start` on."""
+        raise NotImplementedError
+
+    def _unroll(self, reading: Reading, emit: Emit | None = None) -> tuple[list[bptt.Emission], Tensor]:
+        """Run the windows: what they emit (without `emit`, the summed loss), and the vectors carried on."""
+        recurrence = self.config.recurrence
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        sharded = self._is_sharded()
+        keep_graph = torch.is_grad_enabled() and (recurrence.keep_graph or sharded or bptt.hooked(parameters))
+        replays = None if keep_graph or emit is not None else self.replays.begin(self, parameters)
+        program = _Program(self, reading, emit, replays)
+        if sharded and emit is None:
             program.idle()
+        self._allowance.keep = recurrence.keep_windows
         plan = bptt.Plan(
             program=program,
-            parameters=[parameter for parameter in self.parameters() if parameter.requires_grad],
+            parameters=parameters,
             always={parameter for parameter in self.recurrence.parameters() if parameter.requires_grad},
-            loss_only=loss_only,
-            keep_graph=self.config.recurrence.keep_graph or sharded,
+            loss_only=emit is None,
+            keep_graph=keep_graph,
+            allowance=self._allowance,
+            offload=recurrence.offload_states,
             seeds=bptt.draw_seeds(len(program.cells)) if any(m.training for m in self.modules()) else None,
             devices={parameter.device for parameter in self.parameters()},
         )
@@ -274,6 +324,18 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def _num_classes(self) -> int:
         """How many values a label may have."""
         return self._vocabulary
+
+    @property
+    def fast_path(self) -> FastPath:
+        """How windows are run on a GPU: "auto" records them once there are many, and compiles them once there are very
+        many; "compiled" does so from the first; "off" runs them as they are."""
+        return self.replays.path
+
+    @fast_path.setter
+    def fast_path(self, path: FastPath) -> None:
+        if path not in get_args(FastPath):
+            raise ValueError(f"fast_path={path!r} must be one of {', '.join(map(repr, get_args(FastPath)))}.")
+        self.replays = Replays(path)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile what a window runs: the base model without its head. The loop over windows stays Python."""

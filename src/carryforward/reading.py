@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .configuration import RecurrentModelConfig
 from .state import State
@@ -161,11 +162,20 @@ class Reading:
     # --- what a cell consists of -------------------------------------------------------------------------------
 
     def index(self, values: Sequence[Any]) -> Tensor:
-        """Numbers from the plan, on the device."""
-        return torch.tensor(values, device=self.tokens.device)
+        """Numbers from the plan, on the device, without waiting for it."""
+        return torch.tensor(values).to(self.tokens.device, non_blocking=True)
+
+    def _aligned(self, cell: Cell) -> int | None:
+        """The packed column at which all rows have the same window, if they do: then nothing need be gathered."""
+        begins = {w.start - self.first[row] for row, w in zip(cell.rows, cell.windows, strict=True)}
+        same = len(begins) == 1 and len({w.end - w.start for w in cell.windows}) == 1
+        return begins.pop() if same and len(cell.rows) == len(self.read) else None
 
     def inputs(self, cell: Cell) -> tuple[Tensor, Tensor | None]:
         """Token ids [b, width] and, where an encoder needs one, the attention mask."""
+        begin = self._aligned(cell)
+        if self.causal and begin is not None:
+            return self.tokens[:, begin : begin + cell.width], None
         columns, in_stretch = self._columns(cell)
         ids = self.tokens[self.index(cell.rows)[:, None], columns]
         if self.causal:
@@ -193,6 +203,17 @@ class Reading:
             ends = self.index([self.length[r] - w.start for r, w in zip(cell.rows, cell.windows, strict=True)])
             scored &= position + 1 < ends[:, None]
         return labels.masked_fill(~scored, IGNORE)
+
+    def scored(self, cell: Cell) -> tuple[int, Tensor]:
+        """The first position that any window of a cell is scored at, and the targets from there on."""
+        spans = {self.span(window) for window in cell.windows}
+        start, begin = min(span[0] for span in spans), self._aligned(cell)
+        if begin is None or len(spans) > 1 or self.outputs or not self.causal:
+            return start, self.targets(cell)[:, start:]
+        assert self.labels is not None
+        stop = spans.pop()[1]
+        targets = self.labels[:, begin + start + 1 : begin + stop + 1]
+        return start, targets if stop == cell.width else pad(targets, (0, cell.width - stop), value=IGNORE)
 
     def span(self, window: Window) -> tuple[int, int]:
         """The positions in a window whose outputs it answers for."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from .data.corpora import PYTHON_DOCS
 
+FAST_PATHS = ("auto", "compiled", "off")
 BUNDLED = "bundled"  # the model that comes with the package
 
 
@@ -58,7 +59,7 @@ class TrainSettings:
     residual: bool | None = _recurrence(None, "Carry what was pooled, plus what the module adds to it.")
     state_per_layer: bool | None = _recurrence(None, "A state of its own for each of several layers.")
     bptt_windows: int | None = _recurrence(None, "Detach the state after every so many windows.")
-    keep_graph: bool | None = _recurrence(None, "Keep activations: faster, and memory grows.")
+    keep_windows: str | None = _recurrence(None, "Windows of a sample that keep their activations (auto).")
 
     windows_per_sample: int = _training(20, "Windows in a training sample.")
     carry_state: bool = _training(False, "Start a sample with the state of the one before.")
@@ -75,6 +76,7 @@ class TrainSettings:
     warmup_steps: int = _training(100, "Steps of linear warm-up; then the rate is constant.")
     max_grad_norm: float = _training(1.0, "Clip gradients to this norm; 0 does not.")
     bf16: bool = _training(False, "bfloat16 mixed precision.")
+    fast_path: str = _training("auto", "On a GPU: auto, compiled (from the first window), or off.")
     seed: int = _training(0, "Seed of everything random.")
 
     def __post_init__(self) -> None:
@@ -89,6 +91,8 @@ class TrainSettings:
         for name in ("warmup_steps", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{flag(name)} {getattr(self, name)}: it must be at least 0.")
+        if self.fast_path not in FAST_PATHS:
+            raise ValueError(f"--fast-path {self.fast_path}: it is one of {', '.join(FAST_PATHS)}.")
         if not 0 < self.epochs < math.inf:
             raise ValueError(f"--epochs {self.epochs}: it must be above 0.")
         if self.freeze_base and not self.recurrence:
@@ -100,8 +104,10 @@ class TrainSettings:
     def recurrence_fields(self) -> dict[str, Any]:
         """The fields of `RecurrenceConfig` that were given."""
         names = ("window", "overlap", "slots", "pooling", "pooled_layers", "hidden_sizes", "residual",
-                 "state_per_layer", "bptt_windows", "keep_graph")  # fmt: skip
+                 "state_per_layer", "bptt_windows")  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.keep_windows is not None:
+            given["keep_windows"] = _windows(self.keep_windows)
         return given if self.insert_at is None else {**given, "insert_at": _layers(self.insert_at)}
 
 
@@ -111,6 +117,12 @@ _AT_LEAST_ONE = ("max_document_tokens", "max_validation_tokens", "windows_per_sa
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _windows(given: str) -> int | str:
+    if given != "auto" and not given.isdigit():
+        raise ValueError(f"--keep-windows {given}: give a number from 0, or auto.")
+    return given if given == "auto" else int(given)
 
 
 def _layers(given: tuple[str, ...]) -> tuple[int, ...] | int | str:

@@ -54,6 +54,7 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
         arguments = _arguments(chosen, folder, report_to, use_cpu)
         set_seed(chosen.seed)  # the new parameters' first values
         model = _recurrent(load_causal(settings.model), chosen)
+        model.fast_path = settings.fast_path  # type: ignore[assignment]  # `settings` has checked it
         trainer = RecurrentTrainer(model, arguments, train_documents, validation, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast windows are read, against the plain model in the same run: training, evaluation, generation.
+
+Every comparison interleaves its sides, takes the median of several rounds and reports how far they were apart. The
+plain model's sides are the strongest there are: compiled as a whole, captured as CUDA graphs, without attention masks.
+
+    python benchmarks/speed.py --device cuda            # everything; about ten minutes on one H200
+    python benchmarks/speed.py --device cpu
+    python benchmarks/speed.py --only training --device cuda
+    python benchmarks/speed.py --tables                 # writes speed.md and the figures from the JSON files
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HERE = Path(__file__).parent
+WINDOW = 300
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2-small": {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "window": 300},
+    "bundled": {"vocab_size": 4096, "n_embd": 256, "n_layer": 7, "n_head": 8, "window": 300},
+    "tiny": {"vocab_size": 1000, "n_embd": 64, "n_layer": 4, "n_head": 4, "window": 64},
+}
+
+
+def base(shape: str, device: str, **more: Any) -> Any:
+    """A GPT-2 of some shape, with random weights: speed does not depend on them. Without dropout, which no side needs."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    fields = {name: value for name, value in SHAPES[shape].items() if name != "window"}
+    config = GPT2Config(**fields, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0, **more)
+    return GPT2LMHeadModel(config).to(device)
+
+
+def recurrent(shape: str, device: str, **fields: Any) -> Any:
+    from carryforward import add_recurrence
+
+    return add_recurrence(base(shape, device), window=SHAPES[shape]["window"], **fields)
+
+
+def autocast(device: str) -> Any:
+    return torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
+
+
+# --- timing --------------------------------------------------------------------------------------------------------
+
+
+def interleaved(sides: dict[str, Callable[[], object]], rounds: int, tokens: int, device: str) -> dict[str, Any]:
+    """Tokens per second of each side: the median of the rounds, and the slowest and fastest."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            synchronize(device)
+            begin = time.perf_counter()
+            side()
+            synchronize(device)
+            times[name].append(time.perf_counter() - begin)
+    return {
+        name: {
+            "tokens_per_second": tokens / statistics.median(taken),
+            "slowest": tokens / max(taken), "fastest": tokens / min(taken), "rounds": rounds,
+        }
+        for name, taken in times.items()
+    }  # fmt: skip
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# --- the plain model ---------------------------------------------------------------------------------------------
+
+
+def plain_step(shape: str, device: str, batch: int, windows: int, graphed: bool) -> Callable[[], object]:
+    """Forward and backward over separate windows; gradients add up."""
+    from carryforward.insertion import plain_masks
+
+    model = base(shape, device)
+    window = SHAPES[shape]["window"]
+    ids = torch.randint(SHAPES[shape]["vocab_size"], (windows, batch, window + 1), device=device)
+
+    def loss(x: Tensor) -> Tensor:
+        logits = model(input_ids=x[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
+
+    if not graphed:
+
+        def eager() -> None:
+            model.zero_grad()
+            for x in ids:
+                with autocast(device):
+                    value = loss(x)
+                value.backward()
+
+        return eager
+
+    compiled = torch.compile(loss, dynamic=False)
+    here = ids[0].clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def one() -> None:
+        with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+            value = compiled(here)
+        value.backward()
+
+    with plain_masks():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                one()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            one()
+    gradients = [parameter.grad for parameter in model.parameters()]
+
+    def replayed() -> None:
+        torch._foreach_zero_(gradients)
+        for x in ids:
+            here.copy_(x)
+            graph.replay()
+
+    return replayed
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def recurrent_step(
+    shape: str, device: str, batch: int, windows: int, path: str, keep: int, use_state: bool = True
+) -> Callable[[], object]:
+    model = recurrent(shape, device, keep_windows=keep).train()
+    model.fast_path = path
+    ids = torch.randint(SHAPES[shape]["vocab_size"], (batch, windows * SHAPES[shape]["window"] + 1), device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        with autocast(device):
+            loss = model(ids, labels=ids, use_state=use_state).loss
+        loss.backward()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def training(device: str, report: "Report") -> None:
+    """A step's forward and backward pass over 32 windows; no optimizer."""
+    cases = [("gpt2-small", 8, 32), ("gpt2-small", 32, 32)] if device == "cuda" else [("tiny", 8, 16), ("bundled", 4, 16)]
+    for shape, batch, windows in cases:
+        tokens = batch * windows * SHAPES[shape]["window"]
+        about = {"row": "training", "shape": shape, "batch": batch, "windows": windows}
+        fast = "compiled" if device == "cuda" else "off"
+        sides = {"plain": plain_step(shape, device, batch, windows, graphed=device == "cuda")}
+        sides["recurrent, recomputed"] = recurrent_step(shape, device, batch, windows, fast, 0)
+        fits = device == "cpu" or batch * windows <= 256
+        if fits:
+            sides["recurrent, kept"] = recurrent_step(shape, device, batch, windows, fast, windows)
+        else:
+            sides["recurrent, 6 windows kept"] = recurrent_step(shape, device, batch, windows, fast, 6)
+        if device == "cuda" and batch == 8:
+            sides["plain, eager"] = plain_step(shape, device, batch, windows, graphed=False)
+            sides["recurrent, recomputed, eager"] = recurrent_step(shape, device, batch, windows, "off", 0)
+        report.add({**about, "sides": interleaved(sides, 5 if device == "cuda" else 7, tokens, device)})
+        sides.clear()
+        free(device)
+        if fits:
+            keep = {"path": fast, "keep": windows}
+            sides = {
+                "with state": recurrent_step(shape, device, batch, windows, **keep),
+                "state removed": recurrent_step(shape, device, batch, windows, **keep, use_state=False),
+            }
+            found = interleaved(sides, 7, tokens, device)
+            report.add({**about, "row": "state's cost", "sides": found})
+            sides.clear()
+            free(device)
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def strided(model: Any, ids: Tensor, window: int, stride: int) -> tuple[float, int]:
+    """Hugging Face's loop for models with a fixed length, batch 1: windows that overlap, new tokens scored."""
+    total, scored, before = 0.0, 0, 0
+    for begin in range(0, ids.shape[1], stride):
+        end = min(begin + window, ids.shape[1])
+        new = end - before
+        x = ids[:, begin:end]
+        labels = x.clone()
+        labels[:, :-new] = -100
+        with torch.no_grad():
+            count = int((labels[:, 1:] != -100).sum())
+            total += float(model(x, labels=labels).loss) * count
+        scored += count
+        before = end
+        if end == ids.shape[1]:
+            break
+    return total, scored
+
+
+def evaluation(device: str, report: "Report") -> None:
+    from carryforward import perplexity
+
+    shape, batch, windows = ("gpt2-small", 32, 64) if device == "cuda" else ("bundled", 8, 12)
+    window = SHAPES[shape]["window"]
+    model = recurrent(shape, device).eval()
+    plain = model.base
+    ids = torch.randint(SHAPES[shape]["vocab_size"], (batch, windows * window + 1))
+    documents = [row.numpy() for row in ids]
+    tokens = batch * windows * window
+    if device == "cuda":
+        model.fast_path = "compiled"
+    on_device = ids.to(device)
+
+    @torch.inference_mode()
+    def forward() -> None:
+        """The plain model's loss, window by window, at that batch."""
+        total = torch.zeros((), device=device)
+        for w in range(windows):
+            x = on_device[:, w * window : (w + 1) * window + 1]
+            with autocast(device):
+                logits = plain(input_ids=x[:, :-1], use_cache=False).logits
+            total += F.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
+        float(total)
+
+    def ours(overlap: int, use_state: bool = True) -> Any:
+        with autocast(device):
+            return perplexity(model, documents, overlap=overlap, use_state=use_state, batch_size=batch)
+
+    sides = {"plain forward": forward, "recurrent": lambda: ours(0)}
+    if device == "cuda":
+        sides["plain forward, compiled and graphed"] = graphed_forward(plain, on_device, window, windows)
+    for side in sides.values():
+        side()
+    found = interleaved(sides, 5, tokens, device)
+    report.add({"row": "evaluation, overlap 0", "shape": shape, "batch": batch, "windows": windows, "sides": found})
+
+    some = 4  # documents for the loop at batch 1
+    few, count = ids[:some].to(device), some * windows * window
+    half = window // 2
+
+    def guide() -> tuple[float, int]:
+        with autocast(device):
+            parts = [strided(plain, row[None], window, window - half) for row in few]
+        return sum(part[0] for part in parts), sum(part[1] for part in parts)
+
+    guide(), ours(half), ours(half, use_state=False)
+    loop = interleaved({"Hugging Face's strided loop": guide}, 3, count, device)
+    found = loop | interleaved(
+        {"recurrent": lambda: ours(half), "plain, batched": lambda: ours(half, use_state=False)}, 3, tokens, device
+    )
+    # the same perplexity: in float32, on the same documents
+    nats, scored = strided(plain, few[:1], window, window - half)
+    same = perplexity(plain, documents[:1], window=window, overlap=half, batch_size=batch)
+    agreement = {"strided loop": nats / scored, "ours": same.nats / same.tokens, "tokens": [scored, same.tokens]}
+    report.add({"row": "evaluation, overlap 50 %", "shape": shape, "batch": batch, "windows": windows, "sides": found,
+                "nats_per_token": agreement})  # fmt: skip
+
+
+def graphed_forward(model: Any, ids: Tensor, window: int, windows: int) -> Callable[[], object]:
+    from carryforward.insertion import plain_masks
+
+    def loss(x: Tensor) -> Tensor:
+        logits = model(input_ids=x[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
+
+    compiled = torch.compile(loss, dynamic=False)
+    here, total = ids[:, : window + 1].clone(), torch.zeros((), device=ids.device)
+
+    def one() -> None:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            total.add_(compiled(here))
+
+    with plain_masks(), torch.no_grad():
+        one(), one()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            one()
+
+    def replayed() -> None:
+        for w in range(windows):
+            here.copy_(ids[:, w * window : (w + 1) * window + 1])
+            graph.replay()
+        float(total)
+
+    return replayed
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """Results, written as they come."""
+
+    def __init__(self, path: Path, device: str):
+        from carryforward.provenance import provenance
+
+        self.path = path
+        self.record: dict[str, Any] = {**provenance(device), "seed": 0, "shapes": SHAPES, "rows": []}
+        if path.exists():
+            earlier = json.loads(path.read_text())
+            if earlier["commit"] == self.record["commit"]:
+                self.record["rows"] = earlier["rows"]
+
+    def add(self, row: dict[str, Any]) -> None:
+        same = ("row", "shape", "batch", "windows")
+        self.record["rows"] = [r for r in self.record["rows"] if any(r.get(k) != row.get(k) for k in same)] + [row]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.record, indent=1) + "\n")
+        print(json.dumps(row))
+
+
+def free(device: str) -> None:
+    import gc
+
+    gc.collect()
+    torch._dynamo.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+PARTS = {"training": training, "evaluation": evaluation}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", choices=PARTS, action="append", help="some of the rows; all by default")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    report = Report(arguments.out or HERE / "results" / f"speed-{arguments.device}.json", arguments.device)
+    for name in arguments.only or PARTS:
+        PARTS[name](arguments.device, report)
+        free(arguments.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a window without its logits: projection onto the vocabulary and cross-entropy in one, piece by piece.
+
+The gradient of a summed cross-entropy is known as soon as the logits are: it is taken from each piece of them while
+it is there, so that neither logits nor their gradient ever exist as a whole. That is no more arithmetic than the
+usual way, and less memory. `torch.nn.functional.linear_cross_entropy` is too new to be relied on, and the libraries
+that do this (Liger, CCE) need a GPU.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .reading import IGNORE
+
+PIECE = {"cpu": 64 << 20, "cuda": 512 << 20}  # bytes of float32 logits at a time; more is faster on a GPU
+
+FUSED: ContextVar[Callable | None] = ContextVar("FUSED", default=None)  # `loss_and_gradient`, compiled
+
+
+def nll_sum(scores: Tensor, targets: Tensor) -> Tensor:
+    """The summed negative log-likelihood of targets [b, n] under logits [b, n, V], in float32 at least."""
+    exact = scores.to(torch.promote_types(scores.dtype, torch.float32)).flatten(0, 1)
+    return F.cross_entropy(exact, targets.to(exact.device).flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def projected_nll_sum(hidden: Tensor, projection: nn.Linear, targets: Tensor) -> Tensor:
+    """The same for the logits that a linear layer makes of hidden states [b, n, k]."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else projection.weight.dtype
+    targets = targets.to(hidden.device).flatten()
+    return _ProjectedLoss.apply(hidden.flatten(0, 1), projection.weight, projection.bias, targets, dtype)
+
+
+class _ProjectedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, dtype: torch.dtype):
+        exact = torch.promote_types(dtype, torch.float32)
+        with_gradient = any(ctx.needs_input_grad)
+        inputs, matrix = hidden.to(dtype), weight.to(dtype)
+        offset = None if bias is None else bias.to(dtype)
+        of_hidden = torch.empty_like(inputs) if with_gradient else None
+        of_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
+        of_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and ctx.needs_input_grad[2] else None
+        total = torch.zeros((), dtype=exact, device=hidden.device)
+        rows = max(1, PIECE.get(hidden.device.type, PIECE["cpu"]) // (4 * len(weight)))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for begin in range(0, len(inputs), rows):
+                piece, wanted = inputs[begin : begin + rows], targets[begin : begin + rows]
+                logits = F.linear(piece, matrix, offset)
+                if of_hidden is None:
+                    total += F.cross_entropy(logits.to(exact), wanted, ignore_index=IGNORE, reduction="sum")
+                    continue
+                nll, of_logits = (FUSED.get() or loss_and_gradient)(logits, wanted)
+                total += nll
+                torch.mm(of_logits, matrix, out=of_hidden[begin : begin + rows])
+                if of_weight is not None:
+                    of_weight += of_logits.T @ piece
+                if of_bias is not None:
+                    of_bias += of_logits.sum(dim=0, dtype=exact)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        # the factor must not be rounded to less than float32
+        scaled = [None if x is None else x.to(gradient.dtype) * gradient for x in ctx.saved_tensors]
+        found = [None if x is None else x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
+        return *found, None, None
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed negative log-likelihood of targets [n] under logits [n, V], and the gradient of the latter."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scored = targets != IGNORE
+    total = exact.logsumexp(dim=1, keepdim=True)
+    wanted = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    nll = torch.where(scored, total[:, 0] - torch.where(wanted, exact, 0).sum(dim=1), 0).sum()
+    gradient = ((exact - total).exp() - wanted.to(exact.dtype)) * scored[:, None]
+    return nll, gradient.to(logits.dtype)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many windows may keep their activations: as many as asked for, or as there is memory for."""
+
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+SHARE = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is free; others want some too
+TO_COME = 12  # bytes for each trained parameter: its gradient and Adam's two averages may not be there yet
+
+
+class Allowance:
+    """A model's. It remembers what windows of each kind took.
+
+    Attributes:
+        keep: how many windows; "auto" for as many as fit.
+        held: bytes that are in use for nothing else but windows that are kept (`replay`).
+    """
+
+    def __init__(self) -> None:
+        self.keep: int | Literal["auto"] = 0
+        self.held = 0
+        self._sizes: dict[Hashable, int] = {}
+
+    def windows(self, kinds: Sequence[Hashable], parameters: Sequence[nn.Parameter], device: torch.device) -> int:
+        """How many windows keep their graph, counted from the first of these."""
+        if self.keep != "auto":
+            return min(self.keep, len(kinds))
+        to_come = TO_COME * sum(parameter.numel() for parameter in parameters)
+        left = SHARE.get(device.type, 0.0) * (available(device) + self.held - to_come)
+        for count, kind in enumerate(kinds):
+            left -= self._sizes.get(kind, torch.inf)  # one that was not measured yet is run twice, and measured then
+            if left < 0:
+                return count
+        return len(kinds)
+
+    def size(self, kind: Hashable) -> int:
+        return self._sizes.get(kind, 0)
+
+    @contextlib.contextmanager
+    def measuring(self, kind: Hashable, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Note what a window's graph holds on to, when windows of its kind are run with one for the first time."""
+        if self.keep != "auto" or kind in self._sizes:
+            yield
+            return
+        known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        found: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self._sizes[kind] = sum(found.values())
+
+
+def available(device: torch.device) -> int:
+    """Bytes that could still be used; 0 where that cannot be known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    lines = dict(line.split(":") for line in _text("/proc/meminfo").splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else 0
+    limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
+    return min(free, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else free
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

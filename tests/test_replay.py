@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fast path: windows that are recorded once and replayed give what windows give that are run as they are.
+
+Where there is no GPU a recording is a function that is run again and writes its results to where they were: everything
+but the capture itself is the same. On a GPU the real thing is tested as well.
+"""
+
+import copy
+import pickle
+
+import pytest
+import tiny
+import torch
+from torch.testing import assert_close
+
+from carryforward import replay
+
+IDS = tiny.documents(3, 45)
+RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def run_again(function, pool):
+    """A recording without a GPU."""
+    results, with_gradients = function(), torch.is_grad_enabled()
+
+    def again():
+        with torch.set_grad_enabled(with_gradients):
+            found = function()
+        for place, new in zip(leaves(results), leaves(found), strict=True):
+            place.data.copy_(new)
+
+    return results, again
+
+
+def leaves(results):
+    flat = torch.utils._pytree.tree_leaves(results)
+    return [leaf for leaf in flat if leaf is not None]
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """Recordings on a CPU, made at the second window of a kind, and counted."""
+    made = []
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    monkeypatch.setattr(replay, "warm_up", lambda function: function())
+    monkeypatch.setattr(replay.Replays, "pool", lambda self, shared=True: None)
+    monkeypatch.setattr(replay, "record", lambda function, pool: made.append(function) or run_again(function, pool))
+    return made
+
+
+def step(model, ids=IDS, seed=3, **kwargs):
+    torch.manual_seed(seed)
+    out = model(ids, labels=ids, **kwargs)
+    out.loss.backward()
+    return out, tiny.gradients(model)
+
+
+def both(name, training=False, **fields):
+    plain, fast = (tiny.recurrent(name, **fields).train(training) for _ in range(2))
+    plain.fast_path = "off"
+    return plain, fast
+
+
+@pytest.mark.parametrize("keep", [0, 2, 100, "auto"])
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_replayed_windows_train_as_others_do(name, keep, recordings):
+    plain, fast = both(name, training=True, keep_windows=keep)  # with dropout, where the model has some
+    for seed in range(3):
+        ids = tiny.documents(3, 45, seed)
+        expected, slow = step(plain, ids, seed)
+        out, quick = step(fast, ids, seed)
+        assert_close(out.loss, expected.loss)
+        assert_close(out.state.carried, expected.state.carried)
+        tiny.assert_same_gradients(slow, quick)
+    assert recordings, "nothing was replayed"
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_encoders(name, recordings):
+    plain, fast = both(name)
+    for _ in range(3):
+        expected, slow = step(plain)
+        out, quick = step(fast)
+        assert_close(out.loss, expected.loss)
+        tiny.assert_same_gradients(slow, quick)
+    assert recordings
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"slots": 3, "insert_at": "all", "state_per_layer": True},
+        {"pooled_layers": "below", "residual": True, "insert_at": (2, 3)},
+        {"bptt_windows": 2},
+        {"pooling": "attention", "slots": 2},
+        {"offload_states": True},
+    ],
+    ids=str,
+)
+def test_recurrences_of_every_kind(fields, recordings):
+    plain, fast = both("llama", **fields)
+    for _ in range(3):
+        expected, slow = step(plain, attention_mask=RAGGED)
+        out, quick = step(fast, attention_mask=RAGGED)
+        assert_close(out.loss, expected.loss)
+        tiny.assert_same_gradients(slow, quick)
+    assert recordings
+
+
+def test_rows_of_different_lengths_use_the_recordings_of_full_windows(recordings):
+    plain, fast = both("gpt2", keep_windows=0)
+    for _ in range(4):
+        step(fast)
+    made = len(recordings)
+    lengths = torch.tensor([45, 41, 30])
+    short = (torch.arange(45) < lengths[:, None]).long()
+    for mask in (short, short.flip(1)):
+        expected, slow = step(plain, attention_mask=mask)
+        out, quick = step(fast, attention_mask=mask)
+        assert_close(out.loss, expected.loss)
+        tiny.assert_same_gradients(slow, quick)
+    assert len(recordings) == made, "short windows and fewer rows were recorded anew"
+
+
+def test_in_pieces_with_gradients_through_the_state(recordings):
+    results = []
+    for model in both("gpt2"):
+        for _ in range(3):
+            first = model(IDS[:, :21], labels=IDS[:, :21])
+            second = model(IDS[:, 21:], labels=IDS[:, 21:], state=first.state)
+            (first.nll_sum + second.nll_sum).backward()
+            found = tiny.gradients(model)
+        results.append(found)
+    tiny.assert_same_gradients(*results)
+    assert recordings
+
+
+def test_without_gradients(recordings):
+    plain, fast = both("gpt2")
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            for overlap in (0, 2, 5):
+                for _ in range(3):
+                    out = fast(IDS, labels=IDS, overlap=overlap)
+                expected = plain(IDS, labels=IDS, overlap=overlap)
+                assert_close(out.nll_sum, expected.nll_sum)
+                assert_close(out.state.carried, expected.state.carried)
+    step(fast)  # what was recorded in inference mode does not stand in the way
+    assert recordings
+
+
+def test_a_second_backward_through_a_retained_graph(recordings):
+    results = []
+    for model in both("gpt2"):
+        step(model), step(model)
+        out = model(IDS, labels=IDS)
+        out.loss.backward(retain_graph=True)
+        out.loss.backward()
+        results.append(tiny.gradients(model))
+    tiny.assert_same_gradients(*results)
+
+
+def test_weights_that_change_place_are_noticed(recordings):
+    plain, fast = both("gpt2")
+    step(fast), step(fast)
+    for model in (plain, fast):
+        model.double()
+    (expected, slow), (out, quick) = step(plain), step(fast)
+    assert out.loss.dtype == torch.float64
+    assert_close(out.loss, expected.loss)
+    tiny.assert_same_gradients(slow, quick)
+    for model in (plain, fast):
+        model.base.requires_grad_(False)
+    (_, slow), (_, quick) = step(plain), step(fast)
+    tiny.assert_same_gradients(slow, quick)
+
+
+def test_weights_that_change_in_place_are_used(recordings):
+    plain, fast = both("gpt2")
+    for model in (plain, fast):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(IDS, labels=IDS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(fast(IDS, labels=IDS).loss, plain(IDS, labels=IDS).loss)
+    assert recordings
+
+
+def test_what_fails_is_said_once_and_run_as_it_is(recordings, monkeypatch):
+    def broken(function, pool):
+        raise RuntimeError("no kernel image\nand a long trace")
+
+    monkeypatch.setattr(replay, "record", broken)
+    plain, fast = both("gpt2")
+    said = []
+    monkeypatch.setattr(replay.logger, "warning_once", said.append)
+    for _ in range(3):
+        (expected, slow), (out, quick) = step(plain), step(fast)
+        assert_close(out.loss, expected.loss)
+        tiny.assert_same_gradients(slow, quick)
+    assert said == ["Windows are run without the fast path: RuntimeError: no kernel image"]
+
+
+@pytest.mark.parametrize("reason", ["hook", "checkpointing"])
+def test_a_model_that_cannot_be_recorded_is_not(reason, recordings, monkeypatch):
+    said = []
+    monkeypatch.setattr(replay.logger, "warning_once", said.append)
+    model, called = tiny.recurrent("gpt2").train(), []
+    if reason == "hook":
+        model.base.transformer.h[0].register_forward_hook(lambda *args: called.append(1))
+    else:
+        model.gradient_checkpointing_enable()
+    for _ in range(3):
+        step(model)
+    assert not recordings
+    assert any(reason in message for message in said), said
+    assert bool(called) == (reason == "hook")
+
+
+def test_copies_and_pickles_have_recordings_of_their_own(recordings):
+    model = tiny.recurrent("gpt2")
+    step(model), step(model)
+    _, expected = step(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not other.replays._recordings
+        for _ in range(3):
+            _, found = step(other)
+            tiny.assert_same_gradients(found, expected)
+
+
+# --- the real thing --------------------------------------------------------------------------------------------------
+
+
+@GPU
+@pytest.mark.parametrize("path", ["auto", "compiled"])
+@pytest.mark.parametrize("keep", [0, 3])
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_on_a_gpu(name, keep, path, monkeypatch):
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    plain, fast = (model.cuda() for model in both(name, training=True, keep_windows=keep))
+    fast.fast_path = path
+    for seed in range(3):
+        ids = tiny.documents(3, 45, seed).cuda()
+        expected, slow = step(plain, ids, seed)
+        out, quick = step(fast, ids, seed)
+        assert_close(out.loss, expected.loss, rtol=1e-4, atol=1e-5)
+        tiny.assert_same_gradients(slow, quick, 1e-4)
+    assert fast.replays._replayed, "nothing was replayed"
