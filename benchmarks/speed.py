@@ -160,7 +160,9 @@ def recurrent_step(
 
 def training(device: str, report: "Report") -> None:
     """A step's forward and backward pass over 32 windows; no optimizer."""
-    cases = [("gpt2-small", 8, 32), ("gpt2-small", 32, 32)] if device == "cuda" else [("tiny", 8, 16), ("bundled", 4, 16)]
+    cases = (
+        [("gpt2-small", 8, 32), ("gpt2-small", 32, 32)] if device == "cuda" else [("tiny", 8, 16), ("bundled", 4, 16)]
+    )
     for shape, batch, windows in cases:
         tokens = batch * windows * SHAPES[shape]["window"]
         about = {"row": "training", "shape": shape, "batch": batch, "windows": windows}
@@ -301,6 +303,64 @@ def graphed_forward(model: Any, ids: Tensor, window: int, windows: int) -> Calla
     return replayed
 
 
+# --- generation ----------------------------------------------------------------------------------------------------
+
+
+def generation(device: str, report: "Report") -> None:
+    """Greedy, in bfloat16 on a GPU; Hugging Face's own loop drives both. Tokens per second of all rows together."""
+    shape, new = ("gpt2-small", 400) if device == "cuda" else ("bundled", 200)
+    window, vocabulary = SHAPES[shape]["window"], SHAPES[shape]["vocab_size"]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    plain = base(shape, device, n_positions=1024).to(dtype).eval()
+    model = recurrent(shape, device).to(dtype).eval()
+    greedy = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for batch in (1, 16) if device == "cuda" else (1,):
+        ids = torch.randint(vocabulary, (batch, 16), device=device)
+        far = model.advance_state(torch.randint(vocabulary, (batch, 50_000 // window * window + 16), device=device))
+        static = {"cache_implementation": "static"} if device == "cuda" else {}
+        sides = {
+            "Hugging Face" + (", static cache, compiled" if static else ""): lambda: plain.generate(ids, **greedy, **static),
+            "recurrent": lambda: model.generate(ids, **greedy),
+            "recurrent, from token 50,000": lambda: model.generate(state=far, **greedy),
+        }  # fmt: skip
+        for side in sides.values():
+            side()
+        found = interleaved(sides, 3, batch * new, device)
+        report.add({"row": "generation", "shape": shape, "batch": batch, "windows": None, "sides": found})
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def memory(device: str, report: "Report") -> None:
+    """Peak of a training step at batch 1, weights, gradients and states not counted; recordings are."""
+    if device != "cuda":
+        return  # `memory.py` measures that
+    window, vocabulary = SHAPES["gpt2-small"]["window"], SHAPES["gpt2-small"]["vocab_size"]
+    model = recurrent("gpt2-small", device, keep_windows=0).train()
+    model.fast_path = "compiled"
+
+    def step(windows: int) -> float:
+        ids = torch.randint(vocabulary, (1, windows * window + 1), device=device)
+        with autocast(device):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        return float(loss)
+
+    step(8), step(8)
+    fixed = 2 * sum(p.numel() * p.itemsize for p in model.parameters())
+    state = model.fresh_state(1).carried
+    peaks = {}
+    for windows in (8, 32, 320, 3400):
+        torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        step(windows)
+        seconds = time.perf_counter() - begin
+        peak = torch.cuda.max_memory_allocated() - fixed - windows * state.numel() * state.itemsize
+        peaks[windows] = {"tokens": windows * window, "peak_bytes": peak, "seconds": seconds}
+    report.add({"row": "memory", "shape": "gpt2-small", "batch": 1, "windows": None, "peaks": peaks})
+
+
 # --- results -----------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +394,7 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-PARTS = {"training": training, "evaluation": evaluation}
+PARTS = {"training": training, "evaluation": evaluation, "generation": generation, "memory": memory}
 
 
 def main() -> None:

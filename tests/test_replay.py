@@ -13,7 +13,7 @@ import tiny
 import torch
 from torch.testing import assert_close
 
-from carryforward import replay
+from carryforward import replay, window_cache
 
 IDS = tiny.documents(3, 45)
 RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
@@ -229,6 +229,45 @@ def test_copies_and_pickles_have_recordings_of_their_own(recordings):
         for _ in range(3):
             _, found = step(other)
             tiny.assert_same_gradients(found, expected)
+
+
+# --- writing token by token --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [0, 2, 5])
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_recorded_steps_write_what_others_do(name, overlap, recordings, monkeypatch):
+    monkeypatch.setattr(window_cache, "RECORD_AFTER", 2)
+    plain, fast = both(name, slots=2, insert_at="all")
+    prompt, mask = IDS[:, :11], RAGGED[:, :11].flip(1)
+    settings = {"attention_mask": mask, "max_new_tokens": 40, "overlap": overlap, "do_sample": False}
+    settings |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0, "eos_token_id": None}
+    expected, found = plain.generate(prompt, **settings), fast.generate(prompt, **settings)
+    assert len(recordings) == 1
+    assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+    assert found.sequences.equal(expected.sequences)
+    assert_close(found.past_key_values.state.carried, expected.past_key_values.state.carried)
+
+
+def test_rows_that_end_before_others(recordings, monkeypatch):
+    monkeypatch.setattr(window_cache, "RECORD_AFTER", 2)
+    plain, fast = both("gpt2")
+    free = plain.generate(IDS[:, :11], max_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=None)
+    end = int(free[0, 20])  # the first row ends here at the latest
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
+    settings |= {"return_dict_in_generate": True}
+    expected, found = plain.generate(IDS[:, :11], **settings), fast.generate(IDS[:, :11], **settings)
+    assert found.sequences.equal(expected.sequences)
+    for name in ("carried", "read", "pending"):
+        assert_close(getattr(found.past_key_values.state, name), getattr(expected.past_key_values.state, name))
+    assert recordings
+
+
+def test_beams_are_not_recorded(recordings, monkeypatch):
+    monkeypatch.setattr(window_cache, "RECORD_AFTER", 2)
+    plain, fast = both("gpt2")
+    settings = {"max_new_tokens": 30, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert fast.generate(IDS[:, :11], **settings).equal(plain.generate(IDS[:, :11], **settings))
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------

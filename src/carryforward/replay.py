@@ -75,13 +75,18 @@ class Replays:
         self._summed: set[int] = set()
         self._pool: Any = None
 
-    def begin(self, model: Any, parameters: Sequence[nn.Parameter]) -> "Replays | None":
-        """At the start of a call: self, or None where windows must be run as they are."""
+    def usable(self, model: Any) -> bool:
+        """Whether the model can be recorded; if it cannot though it might, says why."""
         if self.path == "off" or model.device.type not in DEVICES:
-            return None
+            return False
         reason = _unfit(model)
         if reason is not None:
             logger.warning_once(f"Windows are run without the fast path: {reason}.")
+        return reason is None
+
+    def begin(self, model: Any, parameters: Sequence[nn.Parameter]) -> "Replays | None":
+        """At the start of a call: self, or None where windows must be run as they are."""
+        if not self.usable(model):
             return None
         signature = [(p.data_ptr(), p.dtype, p.requires_grad) for p in model.parameters()]
         if signature != self._signature:
@@ -131,6 +136,12 @@ class Replays:
         self._replayed += 1
         return recording(work, table)
 
+    def failed(self, error: Exception) -> None:
+        """Say why, and go on without."""
+        reason = (str(error).strip().splitlines() or [""])[0]
+        logger.warning_once(f"Windows are run without the fast path: {type(error).__name__}: {reason}")
+        self.path = "off"
+
     def _find(self, key: tuple, work: Work) -> "_Recording | None":
         """A recording of such windows, or of longer ones and more rows of which these fill a good part. With dropout
         only the former: the random numbers of a row would depend on how many there are."""
@@ -155,9 +166,7 @@ class Replays:
             ):
                 recording = (_Differentiable if with_gradients else _Recording)(model, work, self)
         except Exception as error:  # whatever a compiler or a driver may raise: the plain way is always there
-            reason = (str(error).strip().splitlines() or [""])[0]
-            logger.warning_once(f"Windows are run without the fast path: {type(error).__name__}: {reason}")
-            self.path = "off"
+            self.failed(error)
             return None
         if with_gradients:
             model._allowance.held += model._allowance.size((*work.ids.shape, work.carried is not None))

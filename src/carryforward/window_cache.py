@@ -5,6 +5,9 @@ The window's keys and values stay in place in buffers of its size. When a row's 
 from what the layers gave for it, the overlap is read again as the start of the next window, and the buffers are used
 again: neither time nor memory depends on how much was written. Rows are at different places in their windows, so
 every row has its own position. The recurrent model comes with every call; the cache holds none.
+
+On a GPU a token is little work in many small kernels, so its step is recorded (`replay`) as windows are: everything it
+reads and writes stays in place until a window is full, and then as well.
 """
 
 from collections.abc import Sequence
@@ -14,8 +17,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from . import insertion
+from . import insertion, replay
 from .state import State
+
+RECORD_AFTER = 8  # tokens: less would not pay for the recording
 
 
 class WindowCache(Cache):
@@ -46,6 +51,8 @@ class WindowCache(Cache):
         self.has_beams = False
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self._recorded: _RecordedStep | None = None
+        self._steps = 0  # since the buffers were made
 
     # --- what transformers asks of a cache -----------------------------------------------------------------------
 
@@ -87,7 +94,7 @@ class WindowCache(Cache):
     @torch.no_grad()
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows for beams: each goes on from the row it came from."""
-        self.has_beams = True
+        self.has_beams, self._recorded = True, None
         rows = beam_idx.tolist()
         for buffers in (self.keys, self.values):
             for layer, buffer in buffers.items():
@@ -137,6 +144,7 @@ class WindowCache(Cache):
         state = model.advance_state(ids, mask, before, overlap=self.overlap, use_state=self.use_state)
         self.state_before = None
         self.keys, self.values = {}, {}  # there may be more rows than before
+        self._recorded, self._steps = None, 0
         self._signature = state.signature
         self._batch, self._window = len(state), model.config.recurrence.window
         self._layers, self._slots = model.config.insertion_layers, model.config.recurrence.slots
@@ -171,7 +179,9 @@ class WindowCache(Cache):
         new = [0 if ended else 1 for ended in self._ended]
         self._read = [read + count for read, count in zip(self._read, new, strict=True)]
         if not full:
-            return self._call(model, rest, column, new)
+            return self._next(model, column, new)
+        if self._recorded is not None:
+            self._recorded.stale = True
         shared = self._tokens[full, self._window - self.overlap : self._window]
         if self.use_state:
             pooled = model.recurrence.pool_mixed(self._mixed[full, : self._pooled(model)])
@@ -185,6 +195,21 @@ class WindowCache(Cache):
         logits = parts[0][1].new_empty(self._batch, *parts[0][1].shape[1:])
         for rows, part in parts:
             logits[rows] = part
+        return logits
+
+    def _next(self, model: Any, column: Tensor, new: list[int]) -> Tensor:
+        """One more token in every row that goes on, none of which begins a window."""
+        self._steps += 1
+        if self._recorded is None and self._steps > RECORD_AFTER and not self.has_beams and model.replays.usable(model):
+            try:
+                self._recorded = _RecordedStep(self, model, column)
+            except Exception as error:  # as for windows: the plain way is always there
+                model.replays.failed(error)
+        if self._recorded is None or model.fast_path == "off":
+            self._recorded = None
+            return self._call(model, range(self._batch), column, new)
+        logits = self._recorded(self, column, new)
+        self._position = [position + count for position, count in zip(self._position, new, strict=True)]
         return logits
 
     def _call(
@@ -202,35 +227,48 @@ class WindowCache(Cache):
         device = model.device
         start = torch.tensor([self._position[row] for row in rows], device=device)[:, None]
         offset = torch.arange(tokens.shape[1], device=device)
-        positions = start + offset
-        # what is padding goes to a place behind the window that nothing ever sees
-        self._places = positions.masked_fill(offset >= torch.tensor(lengths, device=device)[:, None], self._window)
-        self._rows = self._index(rows)
+        unread = offset >= torch.tensor(lengths, device=device)[:, None]
+        index = self._index(rows)
         carry = insertion.Carry()
         if brings_slots:
-            carry.slots = model._slots(self._carried.index_select(0, self._rows.to(self._carried.device)))
+            carry.slots = model._slots(self._carried.index_select(0, index.to(self._carried.device)))
         else:
             carry.kept = dict.fromkeys(self._layers, self._slots)
             carry.seen = torch.tensor([self._sees_state(row) for row in rows])
-        base = model.config.base_config
-        keys = self._window + 1
         last = sorted({max(length - 1, 0) for length in lengths})
+        logits = self._run(model, index, tokens.to(device), start + offset, unread, carry, torch.tensor(last))
+        for row, length in zip(rows, lengths, strict=True):
+            self._position[row] += length
+        return logits[torch.arange(len(rows)), [last.index(max(length - 1, 0)) for length in lengths]][:, None]
+
+    def _run(
+        self,
+        model: Any,
+        rows: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        unread: Tensor,
+        carry: insertion.Carry,
+        last: Tensor,
+    ) -> Tensor:
+        """The base model on tokens [b, n] of some rows, at these positions of their windows; logits of the `last`."""
+        # what is padding goes to a place behind the window that nothing ever sees
+        self._places, self._rows = positions.masked_fill(unread, self._window), rows
+        inside = positions.clamp(max=self._window - 1)
         out = model.base(
-            input_ids=tokens.to(device),
-            position_ids=positions.clamp(max=self._window - 1),
-            attention_mask=model.config.architecture.masks(base, positions.clamp(max=self._window - 1), keys),
+            input_ids=tokens,
+            position_ids=inside,
+            attention_mask=model.config.architecture.masks(model.config.base_config, inside, self._window + 1),
             past_key_values=self,
             use_cache=True,
-            logits_to_keep=torch.tensor(last, device=device),
+            logits_to_keep=last.to(tokens.device),
             carry=carry,
         )
         recurrence = model.recurrence
         mixed = recurrence.mix([h.to(self._mixed) for h in recurrence.chosen(carry.take_outputs())])
-        self._mixed[self._rows[:, None], self._places.to(self._mixed.device)] = mixed
-        self._tokens[self._rows[:, None], self._places.to(self._tokens.device)] = tokens.to(self._tokens)
-        for row, length in zip(rows, lengths, strict=True):
-            self._position[row] += length
-        return out.logits[torch.arange(len(rows)), [last.index(max(length - 1, 0)) for length in lengths]][:, None]
+        self._mixed[rows[:, None], self._places.to(self._mixed.device)] = mixed
+        self._tokens[rows[:, None], self._places.to(self._tokens.device)] = tokens.to(self._tokens)
+        return out.logits
 
     def _sees_state(self, row: int) -> bool:
         """A row begun with a state keeps it when `use_state` is False, as in `forward`, but does not look at it."""
@@ -263,6 +301,46 @@ class WindowCache(Cache):
             tokens=self._tokens[:, : int(pending.max())].clone(),  # the buffer is written on
             pending=pending, read=torch.tensor(self._read), signature=self._signature,
         )  # fmt: skip
+
+
+class _RecordedStep:
+    """One more token in every row of a cache, as a recording that reads and writes its buffers."""
+
+    def __init__(self, cache: WindowCache, model: Any, column: Tensor):
+        device = model.device
+        self.column = column.to(device).clone()
+        self.rows = torch.arange(len(column), device=device)
+        self.position = torch.zeros(len(column), 1, dtype=torch.long, device=device)
+        self.new = torch.ones_like(self.position)
+        self.seen = torch.zeros(len(column), dtype=torch.bool, device=device)
+        last = torch.zeros(1, dtype=torch.long, device=device)
+        self.counts: list[int] = []
+        self._refresh(cache)
+
+        def step() -> Tensor:  # its effects are the same however often it is run
+            carry = insertion.Carry()
+            carry.kept, carry.seen = dict.fromkeys(cache._layers, cache._slots), self.seen
+            return cache._run(model, self.rows, self.column, self.position, self.new == 0, carry, last)
+
+        replay.warm_up(step)
+        self.logits, self.replay = replay.record(step, None)
+
+    def _refresh(self, cache: WindowCache) -> None:
+        """Where rows stand, after they were moved by other means."""
+        self.position.copy_(torch.tensor(cache._position)[:, None])
+        self.seen.copy_(torch.tensor([cache._sees_state(row) for row in range(cache._batch)]))
+        self.stale = False
+
+    def __call__(self, cache: WindowCache, column: Tensor, new: list[int]) -> Tensor:
+        if self.stale:
+            self._refresh(cache)
+        if new != self.counts:
+            self.new.copy_(torch.tensor(new)[:, None])
+            self.counts = new
+        self.column.copy_(column)
+        self.replay()
+        self.position += self.new
+        return self.logits.clone()
 
 
 def check_cache(cache: Any, **others: Any) -> None:
