@@ -177,9 +177,15 @@ class Carry:
 def plain_masks() -> Iterator[None]:
     """Without padding a window is one causal stretch, and attention needs no mask. While a CUDA graph is captured,
     transformers does not look whether several texts share a row, and makes one that costs the fast kernels."""
-    with contextlib.ExitStack() as patches:
-        for name, answer in (("is_tracing", False), ("find_packed_sequence_indices", None)):
-            patches.enter_context(mock.patch.object(masking_utils, name, lambda *args, answer=answer: answer))
+    traced = masking_utils.is_tracing
+
+    def is_tracing(tensor: Any = None) -> bool:  # with a mask it would read it, which cannot be captured
+        return tensor is not None and traced(tensor)
+
+    with (
+        mock.patch.object(masking_utils, "is_tracing", is_tracing),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+    ):
         yield
 
 

@@ -141,6 +141,9 @@ class Replays:
         reason = (str(error).strip().splitlines() or [""])[0]
         logger.warning_once(f"Windows are run without the fast path: {type(error).__name__}: {reason}")
         self.path = "off"
+        if torch.cuda.is_available():  # a capture that failed leaves the random numbers' generator in its hands
+            torch.cuda.synchronize()
+            record(lambda: torch.zeros(1, device="cuda"), None)
 
     def _find(self, key: tuple, work: Work) -> "_Recording | None":
         """A recording of such windows, or of longer ones and more rows of which these fill a good part. With dropout
