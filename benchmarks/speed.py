@@ -12,10 +12,12 @@ plain model's sides are the strongest there are: compiled as a whole, captured a
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HERE = Path(__file__).parent
-WINDOW = 300
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2-small": {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "window": 300},
@@ -34,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def base(shape: str, device: str, **more: Any) -> Any:
-    """A GPT-2 of some shape, with random weights: speed does not depend on them. Without dropout, which no side needs."""
+    """A GPT-2 of some shape, without dropout and with random weights: speed does not depend on them."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -177,7 +178,7 @@ def training(device: str, report: "Report") -> None:
         if device == "cuda" and batch == 8:
             sides["plain, eager"] = plain_step(shape, device, batch, windows, graphed=False)
             sides["recurrent, recomputed, eager"] = recurrent_step(shape, device, batch, windows, "off", 0)
-        report.add({**about, "sides": interleaved(sides, 5 if device == "cuda" else 7, tokens, device)})
+        report.add({**about, "sides": interleaved(sides, rounds, tokens, device)})
         sides.clear()
         free(device)
         if fits:
@@ -186,7 +187,7 @@ def training(device: str, report: "Report") -> None:
                 "with state": recurrent_step(shape, device, batch, windows, **keep),
                 "state removed": recurrent_step(shape, device, batch, windows, **keep, use_state=False),
             }
-            found = interleaved(sides, 7, tokens, device)
+            found = interleaved(sides, rounds + 2, tokens, device)
             report.add({**about, "row": "state's cost", "sides": found})
             sides.clear()
             free(device)
@@ -196,10 +197,11 @@ def training(device: str, report: "Report") -> None:
 
 
 def strided(model: Any, ids: Tensor, window: int, stride: int) -> tuple[float, int]:
-    """Hugging Face's loop for models with a fixed length, batch 1: windows that overlap, new tokens scored."""
+    """The loop of Hugging Face's guide to perplexity, batch 1: windows that overlap, and the new tokens are scored. One
+    token more than the model reads, since the first is never scored: then it scores what `perplexity` does."""
     total, scored, before = 0.0, 0, 0
     for begin in range(0, ids.shape[1], stride):
-        end = min(begin + window, ids.shape[1])
+        end = min(begin + window + 1, ids.shape[1])
         new = end - before
         x = ids[:, begin:end]
         labels = x.clone()
@@ -251,7 +253,7 @@ def evaluation(device: str, report: "Report") -> None:
     found = interleaved(sides, 5, tokens, device)
     report.add({"row": "evaluation, overlap 0", "shape": shape, "batch": batch, "windows": windows, "sides": found})
 
-    some = 4  # documents for the loop at batch 1
+    some = 1  # documents for the loop at batch 1
     few, count = ids[:some].to(device), some * windows * window
     half = window // 2
 
@@ -314,18 +316,19 @@ def generation(device: str, report: "Report") -> None:
     plain = base(shape, device, n_positions=1024).to(dtype).eval()
     model = recurrent(shape, device).to(dtype).eval()
     greedy = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    static = {"cache_implementation": "static"} if device == "cuda" else {}
+    name = "Hugging Face, static cache, compiled" if static else "Hugging Face"
     for batch in (1, 16) if device == "cuda" else (1,):
         ids = torch.randint(vocabulary, (batch, 16), device=device)
         far = model.advance_state(torch.randint(vocabulary, (batch, 50_000 // window * window + 16), device=device))
-        static = {"cache_implementation": "static"} if device == "cuda" else {}
         sides = {
-            "Hugging Face" + (", static cache, compiled" if static else ""): lambda: plain.generate(ids, **greedy, **static),
-            "recurrent": lambda: model.generate(ids, **greedy),
-            "recurrent, from token 50,000": lambda: model.generate(state=far, **greedy),
-        }  # fmt: skip
+            name: partial(plain.generate, ids, **greedy, **static),
+            "recurrent": partial(model.generate, ids, **greedy),
+            "recurrent, from token 50,000": partial(model.generate, state=far, **greedy),
+        }
         for side in sides.values():
             side()
-        found = interleaved(sides, 3, batch * new, device)
+        found = interleaved(sides, 3 if device == "cuda" else 5, batch * new, device)
         report.add({"row": "generation", "shape": shape, "batch": batch, "windows": None, "sides": found})
 
 
@@ -386,15 +389,12 @@ class Report:
 
 
 def free(device: str) -> None:
-    import gc
-
     gc.collect()
-    torch._dynamo.reset()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
-PARTS = {"training": training, "evaluation": evaluation, "generation": generation, "memory": memory}
+PARTS = {"training": training, "memory": memory, "evaluation": evaluation, "generation": generation}
 
 
 def main() -> None:

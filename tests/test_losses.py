@@ -43,16 +43,22 @@ def test_nothing_to_score_is_zero():
     layer, hidden = torch.nn.Linear(4, 9), torch.randn(1, 3, 4, requires_grad=True)
     value = losses.projected_nll_sum(hidden, layer, torch.full((1, 3), IGNORE))
     value.backward()
-    assert value == 0 and not hidden.grad.any() and not layer.weight.grad.any()
+    assert value == 0
+    assert not hidden.grad.any()
+    assert not layer.weight.grad.any()
 
 
-def test_columns_that_are_no_tokens_do_not_count():
+@pytest.mark.parametrize("function", [losses.loss_and_gradient, losses.fusable])
+def test_columns_that_are_no_tokens_do_not_count(function):
     torch.manual_seed(0)
-    logits, targets = torch.randn(6, 10), torch.randint(7, (6,))
-    nll, gradient = losses.loss_and_gradient(logits, targets, 7, True)
-    expected, of_first = losses.loss_and_gradient(logits[:, :7], targets, 7, True)
-    assert_close(nll, expected)
-    assert_close(gradient[:, :7], of_first)
+    logits, targets = torch.randn(6, 10), torch.tensor([3, 6, IGNORE, 0, 1, 2])
+    real = logits[:, :7].clone().requires_grad_()
+    expected = F.cross_entropy(real, targets, ignore_index=IGNORE, reduction="sum")
+    expected.backward()
+    assert function(logits.clone(), targets, 7, False)[1] is None
+    nll, gradient = function(logits, targets, 7, True)
+    assert_close(nll, expected.detach())
+    assert_close(gradient[:, :7], real.grad)
     assert not gradient[:, 7:].any()
 
 

@@ -231,7 +231,7 @@ def test_copies_and_pickles_have_recordings_of_their_own(recordings):
             tiny.assert_same_gradients(found, expected)
 
 
-# --- writing token by token --------------------------------------------------------------------------------------------
+# --- writing token by token ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [0, 2, 5])

@@ -182,10 +182,12 @@ def plain_masks() -> Iterator[None]:
     def is_tracing(tensor: Any = None) -> bool:  # with a mask it would read it, which cannot be captured
         return tensor is not None and traced(tensor)
 
-    with (
-        mock.patch.object(masking_utils, "is_tracing", is_tracing),
-        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-    ):
+    def find_packed_sequence_indices(position_ids: Tensor) -> None:
+        return None
+
+    with contextlib.ExitStack() as patches:
+        for function in (is_tracing, find_packed_sequence_indices):
+            patches.enter_context(mock.patch.object(masking_utils, function.__name__, function))
         yield
 
 

@@ -10,6 +10,7 @@ that do this (Liger, CCE) need a GPU.
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from .reading import IGNORE
 
 PIECE = {"cpu": 64 << 20, "cuda": 512 << 20}  # bytes of float32 logits at a time; more is faster on a GPU
 
-FUSED: ContextVar[Callable | None] = ContextVar("FUSED", default=None)  # `loss_and_gradient`, compiled
+FUSED: ContextVar[Callable | None] = ContextVar("FUSED", default=None)  # `fusable`, compiled
 
 
 def nll_sum(scores: Tensor, targets: Tensor) -> Tensor:
@@ -32,22 +33,32 @@ def projected_nll_sum(hidden: Tensor, projection: nn.Linear, targets: Tensor) ->
     """The same for the logits that a linear layer makes of hidden states [b, n, k]."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else projection.weight.dtype
-    targets = targets.to(hidden.device).flatten()
-    return _ProjectedLoss.apply(hidden.flatten(0, 1), projection.weight, projection.bias, targets, dtype)
+    inputs = hidden.flatten(0, 1), projection.weight, projection.bias
+    # which gradients are wanted: the function itself would be told of all that exist, also where none are computed
+    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+    return _ProjectedLoss.apply(*inputs, targets.to(hidden.device).flatten(), dtype, wanted)
 
 
 class _ProjectedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, dtype: torch.dtype):
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        dtype: torch.dtype,
+        wanted: list[bool],
+    ):
         exact = torch.promote_types(dtype, torch.float32)
-        with_gradient, device = any(ctx.needs_input_grad), hidden.device
+        with_gradient, device = any(wanted), hidden.device
         inputs, vocabulary = hidden.to(dtype), len(weight)
         matrix, offset = (_aligned(x, dtype) for x in (weight, bias))
         assert matrix is not None
         score = FUSED.get() or loss_and_gradient
-        of_hidden = torch.empty_like(inputs) if with_gradient else None
-        of_weight = torch.zeros_like(matrix, dtype=exact) if ctx.needs_input_grad[1] else None
-        of_bias = torch.zeros_like(offset, dtype=exact) if offset is not None and ctx.needs_input_grad[2] else None
+        of_hidden = torch.empty_like(inputs) if wanted[0] else None
+        of_weight = torch.zeros_like(matrix, dtype=exact) if wanted[1] else None
+        of_bias = torch.zeros_like(offset, dtype=exact) if offset is not None and wanted[2] else None
         total = torch.zeros((), dtype=exact, device=device)
         rows = max(1, PIECE.get(device.type, PIECE["cpu"]) // (4 * vocabulary))
         with torch.autocast(device.type, enabled=False):
@@ -62,8 +73,7 @@ class _ProjectedLoss(torch.autograd.Function):
                     of_weight += of_logits.T @ piece
                 if of_bias is not None:
                     of_bias += of_logits.sum(dim=0, dtype=exact)
-        of_weight, of_bias = (None if x is None else x[:vocabulary] for x in (of_weight, of_bias))
-        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.save_for_backward(of_hidden, *(None if x is None else x[:vocabulary] for x in (of_weight, of_bias)))
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
         return total
 
@@ -73,7 +83,7 @@ class _ProjectedLoss(torch.autograd.Function):
         # the factor must not be rounded to less than float32
         scaled = [None if x is None else x.to(gradient.dtype) * gradient for x in ctx.saved_tensors]
         found = [None if x is None else x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
-        return *found, None, None
+        return *found, None, None, None
 
 
 def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -86,11 +96,22 @@ def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return padded
 
 
-def loss_and_gradient(
-    logits: Tensor, targets: Tensor, vocabulary: int, with_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
+def loss_and_gradient(logits: Tensor, targets: Tensor, vocabulary: int, with_gradient: bool) -> tuple[Tensor, Any]:
     """The summed negative log-likelihood of targets [n] under the first `vocabulary` logits [n, V], and the gradient of
-    these if it is wanted."""
+    these if it is wanted. In few passes, each in the place of the one before."""
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    logits[:, vocabulary:] = -torch.inf
+    scores = F.log_softmax(logits, dim=1, dtype=exact)
+    scored, wanted = (targets != IGNORE).to(exact), targets.clamp(min=0)[:, None]
+    nll = -(scores.gather(1, wanted)[:, 0] * scored).sum()
+    if not with_gradient:
+        return nll, None
+    gradient = scores.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=exact)).mul_(scored[:, None])
+    return nll, gradient.to(logits.dtype)
+
+
+def fusable(logits: Tensor, targets: Tensor, vocabulary: int, with_gradient: bool) -> tuple[Tensor, Any]:
+    """The same for a compiler, which makes one pass of many as long as nothing is written in between."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scored, column = targets != IGNORE, torch.arange(logits.shape[1], device=logits.device)
     if logits.shape[1] > vocabulary:

@@ -5,7 +5,7 @@ Cutting documents into windows is `reading`'s, inserting the state `insertion`'s
 here they meet. What a window gives out depends on the head and is said in `heads`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
@@ -233,10 +233,14 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def _unroll(self, reading: Reading, emit: Emit | None = None) -> tuple[list[bptt.Emission], Tensor]:
         """Run the windows: what they emit (without `emit`, the summed loss), and the vectors carried on."""
         recurrence = self.config.recurrence
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        sharded = self._is_sharded()
+        modules = list(self.modules())
+        weights = list(
+            {weight: None for module in modules for weight in module._parameters.values() if weight is not None}
+        )
+        parameters = [parameter for parameter in weights if parameter.requires_grad]
+        sharded = self._is_sharded(modules)
         keep_graph = torch.is_grad_enabled() and (recurrence.keep_graph or sharded or bptt.hooked(parameters))
-        replays = None if keep_graph or emit is not None else self.replays.begin(self, parameters)
+        replays = None if keep_graph or emit is not None else self.replays.begin(self, modules, weights)
         program = _Program(self, reading, emit, replays)
         if sharded and emit is None:
             program.idle()
@@ -249,8 +253,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             keep_graph=keep_graph,
             allowance=self._allowance,
             offload=recurrence.offload_states,
-            seeds=bptt.draw_seeds(len(program.cells)) if any(m.training for m in self.modules()) else None,
-            devices={parameter.device for parameter in self.parameters()},
+            seeds=bptt.draw_seeds(len(program.cells)) if any(module.training for module in modules) else None,
+            devices={weight.device for weight in weights},
         )
         return bptt.unroll(plan, reading.before.carried.to(self.recurrence.weight))
 
@@ -281,14 +285,14 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             _, table = program.advance(cell, table, head=False)
         return reading.state(table)
 
-    def _is_sharded(self) -> bool:
+    def _is_sharded(self, modules: Sequence[nn.Module]) -> bool:
         """Whether FSDP gathers weights window by window. Gradients must then reach it through the plain graph, and all
         ranks must run as many windows."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-        sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in self.modules())
+        sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in modules)
         if sharded and torch.is_grad_enabled() and not self.config.recurrence.keep_graph:
             logger.warning_once(
                 "The weights are sharded (FSDP): the graph of all windows is kept instead of recomputing them, and "

@@ -41,7 +41,7 @@ class Recurrence(nn.Module):
         Returns:
             h_prev, [B, G, S, k].
         """
-        return self.carried(self.pool([h[:, start:stop].to(self.weight.device) for h in self.chosen(hidden)]))
+        return self.carried(self.pool([_range(h, start, stop).to(self.weight.device) for h in self.chosen(hidden)]))
 
     def chosen(self, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Those of the layers' outputs that are pooled."""
@@ -66,13 +66,13 @@ class Recurrence(nn.Module):
         """Equation 1 and its alternatives: the chosen layers, each [B, P, k], to [B, S, m]."""
         if self.config.pooling == "mean":
             # The mean over positions first: the same number as mixing first, without a mix of P x k.
-            return self.mix([_stretches(h, self.config.slots, torch.mean) for h in layers])
+            return self.mix([_stretches(h, self.config.slots, _mean) for h in layers])
         return self.pool_mixed(self.mix(layers))
 
     def pool_mixed(self, mixed: Tensor) -> Tensor:
         """The same from layers mixed already, [B, P, m]."""
         if self.config.pooling == "mean":
-            return _stretches(mixed, self.config.slots, torch.mean)
+            return _stretches(mixed, self.config.slots, _mean)
         if self.config.pooling == "max":
             return _stretches(mixed, self.config.slots, torch.amax)
         scores = mixed @ self.keys.to(mixed.dtype).T / mixed.shape[-1] ** 0.5  # [B, P, S]
@@ -117,6 +117,18 @@ def _feed_forward(size: int, hidden_sizes: Sequence[int]) -> nn.Sequential:
 def _stretches(x: Tensor, slots: int, pool: Callable[..., Tensor]) -> Tensor:
     """Pool as many equal stretches of positions as there are slots, [B, P, m] to [B, S, m]; as equal as P allows."""
     length = x.shape[1]
+    if length % slots == 0:
+        return pool(x.unflatten(1, (slots, length // slots)), dim=2)
     borders = [length * i // slots for i in range(slots + 1)]
     # at least one position each: a document may end with fewer than there are slots
     return torch.stack([pool(x[:, a : max(b, a + 1)], dim=1) for a, b in pairwise(borders)], dim=1)
+
+
+def _mean(x: Tensor, dim: int) -> Tensor:
+    """The division comes last, of few numbers, so that the gradient of many is one number that need not be written."""
+    return x.sum(dim=dim) / x.shape[dim]
+
+
+def _range(x: Tensor, start: int, stop: int) -> Tensor:
+    """Some positions; all of them as they are, since the gradient of a part is as large as the whole."""
+    return x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]

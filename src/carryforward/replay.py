@@ -75,23 +75,23 @@ class Replays:
         self._summed: set[int] = set()
         self._pool: Any = None
 
-    def usable(self, model: Any) -> bool:
-        """Whether the model can be recorded; if it cannot though it might, says why."""
-        if self.path == "off" or model.device.type not in DEVICES:
+    def usable(self, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> bool:
+        """Whether a model of these can be recorded; if it cannot though it might, says why."""
+        if self.path == "off" or weights[0].device.type not in DEVICES:
             return False
-        reason = _unfit(model)
+        reason = _unfit(modules, weights)
         if reason is not None:
             logger.warning_once(f"Windows are run without the fast path: {reason}.")
         return reason is None
 
-    def begin(self, model: Any, parameters: Sequence[nn.Parameter]) -> "Replays | None":
+    def begin(self, model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> "Replays | None":
         """At the start of a call: self, or None where windows must be run as they are."""
-        if not self.usable(model):
+        if not self.usable(modules, weights):
             return None
-        signature = [(p.data_ptr(), p.dtype, p.requires_grad) for p in model.parameters()]
+        signature = [(weight.data_ptr(), weight.dtype, weight.requires_grad) for weight in weights]
         if signature != self._signature:
             self._forget()
-            self._signature, self._parameters = signature, list(parameters)
+            self._signature, self._parameters = signature, [weight for weight in weights if weight.requires_grad]
             model._allowance.held = 0
         device = model.device.type
         self._mode = model.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -101,7 +101,7 @@ class Replays:
             for recording in recordings:
                 recording.busy = False
         if not self._sums and torch.is_grad_enabled():
-            self._sums = [torch.zeros_like(parameter) for parameter in parameters]
+            self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
         return self
 
     def pool(self, shared: bool = True) -> Any:
@@ -335,7 +335,7 @@ def _compiled(model: Any) -> Iterator[None]:
     layers = model.config.architecture.layer_list(model._body)
     # random numbers as they are drawn without compiler: both passes over a window must draw the same
     options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
-    token = losses.FUSED.set(torch.compile(losses.loss_and_gradient, **options))
+    token = losses.FUSED.set(torch.compile(losses.fusable, **options))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, **options)
     try:
@@ -347,16 +347,17 @@ def _compiled(model: Any) -> Iterator[None]:
             del layer.forward
 
 
-def _unfit(model: Any) -> str | None:
+def _unfit(modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> str | None:
     """Why a model cannot be recorded, or None."""
-    if len({parameter.device for parameter in model.parameters()}) > 1:
+    if len({weight.device for weight in weights}) > 1:
         return "its weights are on several devices"
-    if model.is_gradient_checkpointing and model.training:
-        return "gradient checkpointing runs layers again by itself"
-    for name, module in model.named_modules():
+    for module in modules:
         if hasattr(module, "_hf_hook"):
             return "its weights are offloaded or dispatched"
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
-        if any(getattr(hook, "func", hook).__module__ != insertion.__name__ for hook in hooks):
-            return f"{name or 'the model'} has a hook, which would not be called"
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            return "gradient checkpointing runs layers again by itself"
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            for hook in hooks.values():
+                if getattr(hook, "func", hook).__module__ != insertion.__name__:
+                    return f"{type(module).__name__} has a hook, which would not be called"
     return None

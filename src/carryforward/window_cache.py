@@ -200,7 +200,8 @@ class WindowCache(Cache):
     def _next(self, model: Any, column: Tensor, new: list[int]) -> Tensor:
         """One more token in every row that goes on, none of which begins a window."""
         self._steps += 1
-        if self._recorded is None and self._steps > RECORD_AFTER and not self.has_beams and model.replays.usable(model):
+        wanted = self._recorded is None and self._steps > RECORD_AFTER and not self.has_beams
+        if wanted and model.replays.usable(list(model.modules()), list(model.parameters())):
             try:
                 self._recorded = _RecordedStep(self, model, column)
             except Exception as error:  # as for windows: the plain way is always there
