@@ -255,6 +255,7 @@ class _Differentiable(_Recording):
         def both() -> None:
             self.upstream = [torch.zeros_like(output) for output in forward()]
             backward()  # of zeros: the sums stay as they are
+            self.outputs = []  # or the end of the way to the gradients stays on this stream
 
         with torch.enable_grad():
             warm_up(both)
