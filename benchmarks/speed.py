@@ -7,7 +7,7 @@ plain model's sides are the strongest there are: compiled as a whole, captured a
     python benchmarks/speed.py --device cuda            # everything; about ten minutes on one H200
     python benchmarks/speed.py --device cpu
     python benchmarks/speed.py --only training --device cuda
-    python benchmarks/speed.py --tables                 # writes speed.md and the figures from the JSON files
+    python benchmarks/speed_report.py                   # SPEED.md and the figures, from the JSON files
 """
 
 import argparse
@@ -331,36 +331,62 @@ def generation(device: str, report: "Report") -> None:
         report.add({"row": "generation", "shape": shape, "batch": batch, "windows": None, "sides": found})
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
+# --- length --------------------------------------------------------------------------------------------------------
 
 
-def memory(device: str, report: "Report") -> None:
-    """Peak of a training step at batch 1, weights, gradients and states not counted; recordings are."""
-    if device != "cuda":
-        return  # `memory.py` measures that
-    window, vocabulary = SHAPES["gpt2-small"]["window"], SHAPES["gpt2-small"]["vocab_size"]
-    model = recurrent("gpt2-small", device, keep_windows=0).train()
-    model.fast_path = "compiled"
+def length(device: str, report: "Report") -> None:
+    """One document, longer and longer: speed of a training step and, on a GPU, its peak memory, weights, gradients and
+    states not counted; recordings are. (On a CPU `memory.py` measures that.)"""
+    shape, counts = ("gpt2-small", (8, 32, 320, 3400)) if device == "cuda" else ("bundled", (4, 16, 64))
+    window, vocabulary = SHAPES[shape]["window"], SHAPES[shape]["vocab_size"]
+    model = recurrent(shape, device, keep_windows=0).train()
+    model.fast_path = "compiled" if device == "cuda" else "off"
+    fixed = 2 * sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    state = model.fresh_state(1).carried
 
-    def step(windows: int) -> float:
+    def step(windows: int) -> None:
         ids = torch.randint(vocabulary, (1, windows * window + 1), device=device)
         with autocast(device):
             loss = model(ids, labels=ids).loss
         loss.backward()
-        return float(loss)
+        synchronize(device)
 
-    step(8), step(8)
-    fixed = 2 * sum(p.numel() * p.itemsize for p in model.parameters())
-    state = model.fresh_state(1).carried
-    peaks = {}
-    for windows in (8, 32, 320, 3400):
-        torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        step(windows)
-        seconds = time.perf_counter() - begin
-        peak = torch.cuda.max_memory_allocated() - fixed - windows * state.numel() * state.itemsize
-        peaks[windows] = {"tokens": windows * window, "peak_bytes": peak, "seconds": seconds}
-    report.add({"row": "memory", "shape": "gpt2-small", "batch": 1, "windows": None, "peaks": peaks})
+    step(counts[0]), step(counts[0])
+    points = []
+    for windows in counts:
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        taken = []
+        for _ in range(3 if windows < 1000 else 1):
+            begin = time.perf_counter()
+            step(windows)
+            taken.append(time.perf_counter() - begin)
+        point = {"windows": windows, "tokens": windows * window}
+        point["tokens_per_second"] = windows * window / statistics.median(taken)
+        if device == "cuda":
+            states = windows * state.numel() * state.itemsize
+            point["peak_bytes"] = torch.cuda.max_memory_allocated() - fixed - states
+        points.append(point)
+    report.add({"row": "length", "shape": shape, "batch": 1, "windows": None, "points": points})
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def data(device: str, report: "Report") -> None:
+    """How fast batches of samples are made, on one core, beside the fastest step there is."""
+    from carryforward.data.samples import Samples, collate
+
+    documents = [torch.randint(50_000, (100_000,)).numpy() for _ in range(40)]
+    samples = Samples(documents, 300, 0, 32)
+    loader = torch.utils.data.DataLoader(samples, batch_size=8, collate_fn=collate)  # type: ignore[arg-type]
+
+    def once() -> None:
+        for _ in loader:
+            pass
+
+    found = interleaved({"batches of 8": once}, 3, sum(map(len, documents)), "cpu")
+    report.add({"row": "data", "shape": None, "batch": 8, "windows": 32, "sides": found})
 
 
 # --- results -----------------------------------------------------------------------------------------------------
@@ -393,14 +419,14 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-PARTS = {"training": training, "memory": memory, "evaluation": evaluation, "generation": generation}
+PARTS = {"training": training, "length": length, "evaluation": evaluation, "generation": generation, "data": data}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", choices=PARTS, action="append", help="some of the rows; all by default")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/speed-DEVICE.json)")
     arguments = parser.parse_args()
     report = Report(arguments.out or HERE / "results" / f"speed-{arguments.device}.json", arguments.device)
     for name in arguments.only or PARTS:

@@ -95,7 +95,6 @@ def test_encoders(name, recordings):
         {"pooled_layers": "below", "residual": True, "insert_at": (2, 3)},
         {"bptt_windows": 2},
         {"pooling": "attention", "slots": 2},
-        {"offload_states": True},
     ],
     ids=str,
 )
@@ -271,6 +270,15 @@ def test_beams_are_not_recorded(recordings, monkeypatch):
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------
+
+
+@GPU
+def test_states_that_wait_in_the_hosts_memory():
+    results = []
+    for offload in (False, True):
+        model = tiny.recurrent("gpt2", keep_windows=0, offload_states=offload).cuda()
+        results.append(step(model, IDS.cuda())[1])
+    tiny.assert_same_gradients(*results)
 
 
 @GPU

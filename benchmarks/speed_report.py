@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables (SPEED.md) and figures from what `speed.py` measured: python benchmarks/speed_report.py"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+# row; what; against what; the least ratio that is aimed at, by device
+TARGETS: list[tuple[str, str, str, dict[str, float]]] = [
+    ("training", "recurrent, recomputed", "plain", {"cuda": 0.75, "cpu": 0.72}),
+    ("training", "recurrent, kept", "plain", {"cuda": 0.95, "cpu": 0.93}),
+    ("training", "recurrent, 6 windows kept", "plain", {}),
+    ("training", "recurrent, recomputed", "recurrent, recomputed, eager", {"cuda": 2.5}),
+    ("state's cost", "with state", "state removed", {"cuda": 0.98, "cpu": 0.98}),
+    ("evaluation, overlap 0", "recurrent", "plain forward", {"cuda": 0.95, "cpu": 0.95}),
+    ("evaluation, overlap 0", "recurrent", "plain forward, compiled and graphed", {}),
+    ("evaluation, overlap 50 %", "recurrent", "Hugging Face's strided loop", {"cuda": 8.0}),
+    ("generation", "recurrent", "Hugging Face, static cache, compiled", {"cuda": 1.0}),
+    ("generation", "recurrent", "Hugging Face", {}),
+    ("generation", "recurrent, from token 50,000", "recurrent", {}),
+]
+TITLE = """# Speed
+
+Written by `python benchmarks/speed_report.py`; what the rows mean and what bounds them is in [NOTES.md](NOTES.md).
+"""
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Markdown of one machine's results."""
+    hardware, versions = record["hardware"], record["versions"]
+    where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
+    lines = [f"## {where}", ""]
+    lines += [
+        f"Commit {record['commit'][:12]}, torch {versions['torch']}, transformers {versions['transformers']}. Tokens"
+    ]
+    lines += ["Tokens per second: medians, and in brackets the slowest and the fastest round.", ""]
+    lines += ["| row | shape, batch | this | against | ratio | target |", "| --- | --- | --- | --- | ---: | ---: |"]
+    for name, side, against, targets in TARGETS:
+        target = f"≥ {targets[hardware['device']]:g}" if hardware["device"] in targets else ""
+        for row in record["rows"]:
+            if row["row"] == name and {side, against} <= row["sides"].keys():
+                one, other = row["sides"][side], row["sides"][against]
+                ratio = one["tokens_per_second"] / other["tokens_per_second"]
+                what = f"{name} | {row['shape']}, {row['batch']} | {side}: {_rate(one)} | {against}: {_rate(other)}"
+                lines.append(f"| {what} | {ratio:.2f} | {target} |")
+    for row in record["rows"]:
+        lines += _more(row)
+    return "\n".join(lines) + "\n"
+
+
+def _more(row: dict[str, Any]) -> list[str]:
+    """What is not a comparison of two speeds."""
+    lines = []
+    if row["row"] == "length":
+        lines += ["", "| windows | tokens | tokens per second | peak beyond weights, gradients, states |"]
+        lines += ["| ---: | ---: | ---: | ---: |"]
+        for point in row["points"]:
+            peak = "not measured here"
+            if "peak_bytes" in point:
+                ratio = point["peak_bytes"] / row["points"][0]["peak_bytes"]
+                peak = f"{point['peak_bytes'] / 1e6:,.0f} MB ({ratio:.3f})"
+            speed = f"{point['tokens_per_second']:,.0f}"
+            lines.append(f"| {point['windows']:,} | {point['tokens']:,} | {speed} | {peak} |")
+    if "nats_per_token" in row:
+        found = row["nats_per_token"]
+        lines += ["", f"Overlap 50 %, nats per token: the loop {found['strided loop']:.7f}, ours {found['ours']:.7f}."]
+    if row["row"] == "data":
+        lines += ["", f"Batches are made at {_rate(row['sides']['batches of 8'])} tokens per second, on one core."]
+    return lines
+
+
+def _rate(side: dict[str, float]) -> str:
+    return f"{side['tokens_per_second']:,.0f} ({side['slowest']:,.0f} to {side['fastest']:,.0f})"
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """Throughput, and where it was measured memory, against length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = {"Tokens per second of a training step": [point["tokens_per_second"] for point in points]}
+    if "peak_bytes" in points[0]:
+        shown["Peak memory beyond weights and states (MB)"] = [point["peak_bytes"] / 1e6 for point in points]
+    figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.4), squeeze=False, layout="constrained")
+    for axis, (title, values), colour in zip(axes.flat, shown.items(), ("#0b6e4f", "#c8553d"), strict=False):
+        axis.semilogx([point["tokens"] for point in points], values, "o-", color=colour, linewidth=2)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_ylim(0, 1.25 * max(values))
+        axis.set_xlabel("tokens of the document")
+        axis.grid(True, color="#e3e3e3")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    parts = [TITLE]
+    for path in sorted(HERE.glob("results/speed-*.json")):
+        record = json.loads(path.read_text())
+        parts.append(tables(record))
+        for row in record["rows"]:
+            if row["row"] == "length":
+                draw(row["points"], path.with_suffix(".png"))
+                parts.append(f"![against length](results/{path.stem}.png)\n")
+    (HERE / "SPEED.md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows that keep their activations: the same numbers, fewer passes, and only as many as there is room for."""
+
+import pytest
+import tiny
+import torch
+
+import carryforward as cf
+from carryforward import memory
+
+IDS = tiny.documents(2, 49)  # at window 8 and overlap 0: six windows, and the targets of the last are all there
+WINDOWS = 6
+
+
+def passes(model, ids=IDS):
+    """A step's gradients, and how often the base model was run for them."""
+    count = []
+    handle = model._body.register_forward_hook(lambda *args: count.append(1))
+    torch.manual_seed(1)
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    handle.remove()
+    return tiny.gradients(model) | {"loss": out.loss.detach()}, len(count)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "dropout"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_kept_windows_give_the_same_numbers_in_fewer_passes(name, training):
+    results = {}
+    for keep in (0, 1, 4, WINDOWS, 100):
+        results[keep], count = passes(tiny.recurrent(name, overlap=0, keep_windows=keep).train(training))
+        # the last window is never run without a graph; a window that is kept is run once
+        assert count == (2 * WINDOWS - 1 if keep == 0 else 2 * WINDOWS - min(keep, WINDOWS))
+    for keep in (1, 4, WINDOWS, 100):
+        for key, expected in results[0].items():
+            assert torch.equal(results[keep][key], expected), (keep, key)
+
+
+def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):
+    room = 10**9
+    monkeypatch.setattr(memory, "available", lambda device: room)
+    model = tiny.recurrent("gpt2", overlap=0)
+    assert model.config.recurrence.keep_windows == "auto"
+    expected, count = passes(model)
+    assert count == 2 * WINDOWS - 1, "nothing is known of the windows yet"
+    found, count = passes(model)
+    assert count == WINDOWS
+    tiny.assert_same_gradients(found, expected)
+    to_come = memory.TO_COME * sum(parameter.numel() for parameter in model.parameters())
+    size = model._allowance.size((2, 8, True))
+    for kept in (0, 2):
+        room = to_come + int((kept + 0.5) * size / memory.SHARE["cpu"])
+        found, count = passes(model)
+        assert count == 2 * WINDOWS - max(kept, 1)
+        tiny.assert_same_gradients(found, expected)
+
+
+def test_a_window_takes_what_its_graph_holds():
+    """Counted without the weights, so that twice the rows take nearly twice as much."""
+    model = tiny.recurrent("gpt2", overlap=0)
+    passes(model)
+    passes(model, tiny.documents(4, 49))
+    one, two = (model._allowance.size((rows, 8, True)) for rows in (2, 4))
+    assert 1.6 * one < two <= 2 * one
+
+
+def test_what_is_free_is_known_here():
+    free = memory.available(torch.device("cpu"))
+    assert 2**20 < free < 2**50
+
+
+def test_nothing_is_kept_where_nothing_is_known_to_be_free(monkeypatch):
+    monkeypatch.setattr(memory, "_text", lambda path: "")
+    assert memory.available(torch.device("cpu")) == 0
+    model = tiny.recurrent("gpt2", overlap=0)
+    for _ in range(2):
+        assert passes(model)[1] == 2 * WINDOWS - 1
+
+
+@pytest.mark.parametrize("keep", [-1, "all", 1.5, True])
+def test_a_wrong_number_is_refused(keep):
+    with pytest.raises(ValueError, match=r"keep_windows=.* must be a number from 0"):
+        cf.RecurrenceConfig(keep_windows=keep)
+
+
+def test_a_wrong_fast_path_is_refused():
+    model = tiny.recurrent("gpt2")
+    assert model.fast_path == "auto"
+    with pytest.raises(ValueError, match="must be one of 'auto', 'compiled', 'off'"):
+        model.fast_path = "quick"
