@@ -172,8 +172,45 @@ def test_weights_that_change_place_are_noticed(recordings):
     tiny.assert_same_gradients(slow, quick)
     for model in (plain, fast):
         model.base.requires_grad_(False)
-    (_, slow), (_, quick) = step(plain), step(fast)
-    tiny.assert_same_gradients(slow, quick)
+    for _ in range(3):
+        (_, slow), (_, quick) = step(plain), step(fast)
+        tiny.assert_same_gradients(slow, quick)
+
+
+@pytest.mark.parametrize("frozen", ["base", "recurrence"])
+@pytest.mark.parametrize("keep", [0, 100])
+def test_frozen_weights(frozen, keep, recordings):
+    plain, fast = both("gpt2", keep_windows=keep)
+    for model in (plain, fast):
+        getattr(model, frozen).requires_grad_(False)
+    for _ in range(3):
+        (expected, slow), (out, quick) = step(plain), step(fast)
+        assert_close(out.loss, expected.loss)
+        tiny.assert_same_gradients(slow, quick)
+    assert fast.fast_path == "auto", "a recording failed"
+    assert recordings
+
+
+def test_a_call_that_is_broken_off_leaves_nothing_behind(recordings, monkeypatch):
+    plain, fast = both("gpt2", keep_windows=0)
+    for _ in range(3):
+        _, expected = step(plain)
+        step(fast)
+    windows, run = [], replay.Replays.run
+
+    def interrupted(self, *args):
+        windows.append(1)
+        if len(windows) == 12:  # in the second pass, when some gradients are summed up already
+            raise KeyboardInterrupt
+        return run(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay.Replays, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(fast)
+    assert fast.replays._summed, "the test interrupts too early"
+    fast.zero_grad()
+    tiny.assert_same_gradients(step(fast)[1], expected)
 
 
 def test_weights_that_change_in_place_are_used(recordings):

@@ -190,7 +190,10 @@ def _batches(
 
 
 def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+    """A batch on its way to the device, which need not be waited for."""
+    if device.type == "cuda":
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def _count(documents: Sequence[Any], name: str) -> int:

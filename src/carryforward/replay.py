@@ -92,11 +92,13 @@ class Replays:
         if signature != self._signature:
             self._forget()
             self._signature, self._parameters = signature, [weight for weight in weights if weight.requires_grad]
-            model._allowance.held = 0
         device = model.device.type
         self._mode = model.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         if self.path == "auto" and not self._compiles and self._replayed > COMPILE_AFTER:
             self._compiles, self._recordings = True, {}
+        if not self._recordings:
+            model._allowance.held = 0
+        self.gathered()  # of a call that was broken off
         for recordings in self._recordings.values():
             for recording in recordings:
                 recording.busy = False
@@ -247,9 +249,15 @@ class _Differentiable(_Recording):
             return [output.detach() for output in self.outputs]
 
         def backward() -> list[Tensor | None]:
-            found = torch.autograd.grad(self.outputs, inputs, self.upstream, allow_unused=True)
-            self.summed = [i for i in range(len(twins)) if found[i] is not None]
-            torch._foreach_add_([replays._sums[i] for i in self.summed], [found[i] for i in self.summed])
+            # with frozen weights a first window's loss depends on nothing that is trained
+            pairs = [(x, up) for x, up in zip(self.outputs, self.upstream, strict=True) if x.requires_grad]
+            found: Sequence[Tensor | None] = [None] * len(inputs)
+            if pairs:
+                found = torch.autograd.grad([x for x, _ in pairs], inputs, [up for _, up in pairs], allow_unused=True)
+            grown = [(i, gradient) for i, gradient in enumerate(found[: len(twins)]) if gradient is not None]
+            self.summed = [i for i, _ in grown]
+            if grown:
+                torch._foreach_add_([replays._sums[i] for i in self.summed], [gradient for _, gradient in grown])
             return [None if self.work.carried is None else found[-1]]
 
         def both() -> None:

@@ -78,6 +78,8 @@ class RecurrentTrainingArguments(TrainingArguments):
             raise ValueError("carry_state=True carries what use_state=False removes: choose one.")
         if self.freeze_base and not self.use_state:
             raise ValueError("freeze_base trains the recurrence alone and use_state=False the base alone: choose one.")
+        if self.accelerator_config is None:
+            self.accelerator_config = {"non_blocking": True}  # the next batch travels while this one is worked on
         super().__post_init__()
 
 

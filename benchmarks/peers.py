@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Others with the same shapes, side by side with ours on a CPU; what is not installed is left out, and said.
+
+pip install recurrent-memory-transformer-pytorch lm-eval      # peers: never needed by carryforward itself
+python benchmarks/peers.py                                    # writes results/peers-cpu.json
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from speed import SHAPES, Report, interleaved, recurrent, recurrent_step
+
+HERE = Path(__file__).parent
+SHAPE = SHAPES["bundled"]
+BATCH, WINDOWS = 4, 8
+
+
+def recurrent_memory_transformer(report: Report) -> None:
+    """A training step over as many windows, one memory token, both ways of going back: recomputing, and keeping."""
+    from recurrent_memory_transformer_pytorch import RecurrentMemoryTransformer, RecurrentMemoryTransformerWrapper
+
+    torch.manual_seed(0)
+    window = SHAPE["window"]
+    inner = RecurrentMemoryTransformer(
+        dim=SHAPE["n_embd"], num_tokens=SHAPE["vocab_size"], depth=SHAPE["n_layer"], heads=SHAPE["n_head"],
+        dim_head=SHAPE["n_embd"] // SHAPE["n_head"], num_memory_tokens=1, seq_len=window, use_flash_attn=True,
+        use_xl_memories=False, num_residual_streams=1, emb_gradient_frac=1.0,
+    )  # fmt: skip
+    model = RecurrentMemoryTransformerWrapper(inner)
+    ids = torch.randint(SHAPE["vocab_size"], (BATCH, WINDOWS * window + 1))
+
+    def kept() -> None:
+        model.zero_grad()
+        model(ids, return_loss=True)[0].backward()
+
+    def recomputed() -> None:
+        model.zero_grad()
+        model(ids, memory_replay_backprop=True)
+
+    sides: dict[str, Callable[[], object]] = {
+        "Recurrent Memory Transformer, recomputed": recomputed,
+        "ours, recomputed": recurrent_step("bundled", "cpu", BATCH, WINDOWS, "off", 0),
+        "Recurrent Memory Transformer, kept": kept,
+        "ours, kept": recurrent_step("bundled", "cpu", BATCH, WINDOWS, "off", WINDOWS),
+    }
+    recomputed(), kept()
+    found = interleaved(sides, 5, BATCH * WINDOWS * window, "cpu")
+    report.add({"row": "peer: training step", "shape": "bundled", "batch": BATCH, "windows": WINDOWS, "sides": found})
+
+
+def rolling_likelihood(report: Report) -> None:
+    """lm-eval's rolling log-likelihood of documents with a plain model, and ours of the same windows."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    import carryforward as cf
+    from carryforward.data.corpora import open_corpus
+    from carryforward.data.documents import tokenise
+
+    model, tokenizer = cf.load_bundled()
+    window = SHAPE["window"]
+    texts = [text.text for text in open_corpus("python-docs", "validation")][:8]
+    documents = tokenise(open_corpus("python-docs", "validation"), tokenizer)[:8]
+    tokens = int(documents.lengths.sum())
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, max_length=window, batch_size=BATCH, device="cpu")
+    requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
+    sides = {
+        "lm-eval": partial(theirs.loglikelihood_rolling, requests, disable_tqdm=True),
+        "ours, plain model": partial(cf.perplexity, model, documents, window=window, batch_size=BATCH),
+        "ours, recurrent": partial(cf.perplexity, recurrent("bundled", "cpu").eval(), documents, batch_size=BATCH),
+    }
+    found = interleaved(sides, 3, tokens, "cpu")
+    report.add({"row": "peer: scoring documents", "shape": "bundled", "batch": BATCH, "windows": None, "sides": found})
+
+
+def longformer(report: Report) -> None:
+    """Hidden states of one document of 4,096 tokens: windows with a state, and attention of the same reach."""
+    from transformers import BertConfig, BertModel, LongformerConfig, LongformerModel
+
+    from carryforward import add_recurrence
+
+    torch.manual_seed(0)
+    common: dict[str, Any] = {
+        "vocab_size": SHAPE["vocab_size"], "hidden_size": SHAPE["n_embd"], "num_hidden_layers": SHAPE["n_layer"],
+        "num_attention_heads": SHAPE["n_head"], "intermediate_size": 4 * SHAPE["n_embd"],
+    }  # fmt: skip
+    theirs = LongformerModel(LongformerConfig(**common, max_position_embeddings=4098, attention_window=256)).eval()
+    bert = BertModel(BertConfig(**common), add_pooling_layer=False)
+    ours = add_recurrence(bert, window=256, prefix=(), suffix=()).eval()
+    ids = torch.randint(5, SHAPE["vocab_size"], (1, 4096))
+    sides = {"Longformer": partial(theirs, ids), "ours": partial(ours, ids)}
+    with torch.inference_mode():
+        for side in sides.values():
+            side()
+        found = interleaved(sides, 5, ids.numel(), "cpu")
+    report.add({"row": "peer: encoding 4,096 tokens", "shape": "bundled", "batch": 1, "windows": None, "sides": found})
+
+
+def main() -> None:
+    report = Report(HERE / "results/peers-cpu.json", "cpu")
+    for package, peer in (
+        ("recurrent_memory_transformer_pytorch", recurrent_memory_transformer),
+        ("lm_eval", rolling_likelihood),
+        ("transformers", longformer),
+    ):
+        if find_spec(package) is None:
+            print(f"{package} is not installed: left out", file=sys.stderr)
+        else:
+            peer(report)
+
+
+if __name__ == "__main__":
+    main()
