@@ -70,6 +70,16 @@ def _more(row: dict[str, Any]) -> list[str]:
     return lines
 
 
+def beside(record: dict[str, Any]) -> str:
+    """Markdown of other packages and ours."""
+    lines = ["## Other packages", "", f"The same shape, on the CPU above; commit {record['commit'][:12]}.", ""]
+    lines += ["| row | what | tokens per second |", "| --- | --- | ---: |"]
+    for row in record["rows"]:
+        name = row["row"].removeprefix("peer: ")
+        lines += [f"| {name} | {what} | {_rate(side)} |" for what, side in row["sides"].items()]
+    return "\n".join(lines) + "\n"
+
+
 def _rate(side: dict[str, float]) -> str:
     return f"{side['tokens_per_second']:,.0f} ({side['slowest']:,.0f} to {side['fastest']:,.0f})"
 
@@ -104,6 +114,9 @@ def main() -> None:
             if row["row"] == "length":
                 draw(row["points"], path.with_suffix(".png"))
                 parts.append(f"![against length](results/{path.stem}.png)\n")
+    peers = HERE / "results/peers-cpu.json"
+    if peers.exists():
+        parts.append(beside(json.loads(peers.read_text())))
     (HERE / "SPEED.md").write_text("\n".join(parts))
 
 
