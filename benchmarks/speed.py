@@ -86,8 +86,6 @@ def synchronize(device: str) -> None:
 
 def plain_step(shape: str, device: str, batch: int, windows: int, graphed: bool) -> Callable[[], object]:
     """Forward and backward over separate windows; gradients add up."""
-    from carryforward.insertion import plain_masks
-
     model = base(shape, device)
     window = SHAPES[shape]["window"]
     ids = torch.randint(SHAPES[shape]["vocab_size"], (windows, batch, window + 1), device=device)
@@ -117,25 +115,33 @@ def plain_step(shape: str, device: str, batch: int, windows: int, graphed: bool)
             value = compiled(here)
         value.backward()
 
-    with plain_masks():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                one()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            one()
+    replay = captured(one)
     gradients = [parameter.grad for parameter in model.parameters()]
 
     def replayed() -> None:
         torch._foreach_zero_(gradients)
         for x in ids:
             here.copy_(x)
-            graph.replay()
+            replay()
 
     return replayed
+
+
+def captured(function: Callable[[], object]) -> Callable[[], object]:
+    """A function as a CUDA graph, with nothing that transformers adds while a stream is captured."""
+    from carryforward.insertion import plain_masks
+
+    with plain_masks():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+    return graph.replay
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -275,8 +281,6 @@ def evaluation(device: str, report: "Report") -> None:
 
 
 def graphed_forward(model: Any, ids: Tensor, window: int, windows: int) -> Callable[[], object]:
-    from carryforward.insertion import plain_masks
-
     def loss(x: Tensor) -> Tensor:
         logits = model(input_ids=x[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
@@ -288,17 +292,13 @@ def graphed_forward(model: Any, ids: Tensor, window: int, windows: int) -> Calla
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             total.add_(compiled(here))
 
-    with plain_masks(), torch.no_grad():
-        one(), one()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            one()
+    with torch.no_grad():
+        replay = captured(one)
 
     def replayed() -> None:
         for w in range(windows):
             here.copy_(ids[:, w * window : (w + 1) * window + 1])
-            graph.replay()
+            replay()
         float(total)
 
     return replayed

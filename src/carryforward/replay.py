@@ -119,7 +119,7 @@ class Replays:
             return []
         found = [total.clone() if i in self._summed else None for i, total in enumerate(self._sums)]
         torch._foreach_zero_([self._sums[i] for i in self._summed])
-        self._summed = set()
+        self._summed.clear()
         return found
 
     def run(self, model: Any, work: Work, table: Tensor) -> Result:
@@ -273,7 +273,7 @@ class _Differentiable(_Recording):
         self.nll = None if self.work.targets is None else outputs[0]
         self.states = tuple(outputs if self.work.targets is None else outputs[1:])
         self.outputs = []
-        self.replays = replays
+        self.all_summed = replays._summed  # not `replays`, which holds this: both would outlive the model
 
     def __call__(self, work: Work, table: Tensor) -> Result:
         nll, *states = _Replayed.apply(self, work, table, work.carried)
@@ -306,7 +306,7 @@ class _Replayed(torch.autograd.Function):
                 (buffer if buffer.ndim == 0 else buffer[:rows]).copy_(gradient)
         recording.replay_back()
         recording.busy = False
-        recording.replays._summed.update(recording.summed)
+        recording.all_summed.update(recording.summed)
         found = recording.of_carried
         return None, None, None, None if found is None else found[:rows].clone()
 

@@ -20,7 +20,7 @@ from transformers import Cache
 from . import insertion, replay
 from .state import State
 
-RECORD_AFTER = 8  # tokens: less would not pay for the recording
+RECORD_AFTER = 32  # tokens: less would not pay for the recording
 
 
 class WindowCache(Cache):
