@@ -75,9 +75,13 @@ class Replays:
         self._summed: set[int] = set()
         self._pool: Any = None
 
+    def possible(self, device: torch.device) -> bool:
+        """Whether anything is recorded on such a device at all."""
+        return self.path != "off" and device.type in DEVICES
+
     def usable(self, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> bool:
         """Whether a model of these can be recorded; if it cannot though it might, says why."""
-        if self.path == "off" or weights[0].device.type not in DEVICES:
+        if not self.possible(weights[0].device):
             return False
         reason = _unfit(modules, weights)
         if reason is not None:

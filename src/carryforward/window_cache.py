@@ -201,6 +201,7 @@ class WindowCache(Cache):
         """One more token in every row that goes on, none of which begins a window."""
         self._steps += 1
         wanted = self._recorded is None and self._steps > RECORD_AFTER and not self.has_beams
+        wanted = wanted and model.replays.possible(self._tokens.device)
         if wanted and model.replays.usable(list(model.modules()), list(model.parameters())):
             try:
                 self._recorded = _RecordedStep(self, model, column)
