@@ -62,6 +62,14 @@ def test_columns_that_are_no_tokens_do_not_count(function):
     assert not gradient[:, 7:].any()
 
 
+def test_a_token_that_is_impossible_costs_nothing_where_nothing_is_scored():
+    layer, targets = torch.nn.Linear(4, 9), torch.tensor([[3, IGNORE, 4]])
+    with torch.no_grad():
+        layer.bias[0] = -torch.inf
+    hidden = torch.randn(1, 3, 4)
+    assert_close(losses.projected_nll_sum(hidden, layer, targets), whole(hidden, layer, targets))
+
+
 def test_under_autocast_logits_are_rounded_as_a_layer_does():
     torch.manual_seed(0)
     layer, hidden, targets = torch.nn.Linear(8, 37), torch.randn(3, 5, 8), torch.randint(37, (3, 5))

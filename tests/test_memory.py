@@ -12,6 +12,12 @@ IDS = tiny.documents(2, 49)  # at window 8 and overlap 0: six windows, and the t
 WINDOWS = 6
 
 
+def kind(model, rows):
+    """The known kind of windows with so many rows and a state."""
+    (found,) = (kind for kind in model._allowance._sizes if kind[:3] == (rows, 8, True))
+    return found
+
+
 def passes(model, ids=IDS):
     """A step's gradients, and how often the base model was run for them."""
     count = []
@@ -47,7 +53,7 @@ def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):
     assert count == WINDOWS
     tiny.assert_same_gradients(found, expected)
     to_come = memory.TO_COME * sum(parameter.numel() for parameter in model.parameters())
-    size = model._allowance.size((2, 8, True))
+    size = model._allowance.size(kind(model, 2))
     for kept in (0, 2):
         room = to_come + int((kept + 0.5) * size / memory.SHARE["cpu"])
         found, count = passes(model)
@@ -60,8 +66,17 @@ def test_a_window_takes_what_its_graph_holds():
     model = tiny.recurrent("gpt2", overlap=0)
     passes(model)
     passes(model, tiny.documents(4, 49))
-    one, two = (model._allowance.size((rows, 8, True)) for rows in (2, 4))
+    one, two = (model._allowance.size(kind(model, rows)) for rows in (2, 4))
     assert 1.6 * one < two <= 2 * one
+
+
+def test_windows_are_measured_again_when_more_is_trained():
+    model = tiny.recurrent("gpt2", overlap=0)
+    for trained in (False, True):
+        model.base.requires_grad_(trained)
+        passes(model)
+    frozen, whole = (size for kind, size in model._allowance._sizes.items() if not kind[2])  # of first windows
+    assert whole > 5 * frozen
 
 
 def test_what_is_free_is_known_here():

@@ -304,3 +304,10 @@ import carryforward
 AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
 """
     subprocess.run([sys.executable, "-c", after], check=True)
+
+
+def test_pooling_holds_in_half_precision():
+    """A sum over a window may be more than float16 can hold; a mean is not."""
+    model = cf.add_recurrence(tiny.base("gpt2", n_positions=1024), window=1000)
+    hidden = [torch.full((1, 1000, tiny.WIDTH), 100.0, dtype=torch.half) for _ in range(tiny.LAYERS)]
+    assert_close(model.recurrence.pool(hidden), torch.full((1, 1, tiny.WIDTH), 100.0, dtype=torch.half))

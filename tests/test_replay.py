@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fast path: windows that are recorded once and replayed give what windows give that are run as they are.
 
-Where there is no GPU a recording is a function that is run again and writes its results to where they were: everything
-but the capture itself is the same. On a GPU the real thing is tested as well.
+Where there is no GPU a recording is a tape of operations on tensors, which are done again in the same places; whatever
+Python decided then stays decided, as in a CUDA graph. On a GPU the real thing is tested as well.
 """
 
 import copy
@@ -12,6 +12,8 @@ import pytest
 import tiny
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from carryforward import replay, window_cache
 
@@ -20,22 +22,35 @@ RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-def run_again(function, pool):
-    """A recording without a GPU."""
-    results, with_gradients = function(), torch.is_grad_enabled()
+class Tape(TorchDispatchMode):
+    """Notes every operation on tensors."""
 
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, result))
+        return result
+
+
+def run_again(function, pool):
+    """A recording without a GPU: the same operations on the same tensors, and not a line of Python again."""
+    with Tape() as tape:
+        results = function()
+
+    @torch.no_grad()
     def again():
-        with torch.set_grad_enabled(with_gradients):
-            found = function()
-        for place, new in zip(leaves(results), leaves(found), strict=True):
-            place.data.copy_(new)
+        for operation, args, kwargs, result in tape.operations:
+            if any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns):
+                continue  # a view: it shows what it is a view of
+            new = operation(*[a.detach() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+            for place, value in zip(tree_leaves(result), tree_leaves(new), strict=True):
+                if isinstance(place, torch.Tensor) and place.data_ptr() != value.data_ptr():
+                    place.detach().copy_(value)
 
     return results, again
-
-
-def leaves(results):
-    flat = torch.utils._pytree.tree_leaves(results)
-    return [leaf for leaf in flat if leaf is not None]
 
 
 @pytest.fixture
@@ -77,14 +92,21 @@ def test_replayed_windows_train_as_others_do(name, keep, recordings):
     assert recordings, "nothing was replayed"
 
 
+@pytest.mark.parametrize("keep", [0, "auto"])
+@pytest.mark.parametrize(
+    "length", [41, 45, 46]
+)  # their last windows are shorter than others, and see all of themselves
 @pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_encoders(name, recordings):
-    plain, fast = both(name)
+def test_encoders(name, length, keep, recordings):
+    plain, fast = both(name, keep_windows=keep)
+    ids = tiny.documents(3, length)
     for _ in range(3):
-        expected, slow = step(plain)
-        out, quick = step(fast)
+        expected, slow = step(plain, ids)
+        out, quick = step(fast, ids)
         assert_close(out.loss, expected.loss)
         tiny.assert_same_gradients(slow, quick)
+        with torch.no_grad():
+            assert_close(fast(ids, labels=ids).loss, plain(ids, labels=ids).loss)
     assert recordings
 
 
@@ -213,6 +235,74 @@ def test_a_call_that_is_broken_off_leaves_nothing_behind(recordings, monkeypatch
     tiny.assert_same_gradients(step(fast)[1], expected)
 
 
+def freeze_dropout(model):
+    model.base.eval()
+
+
+def cap_logits(model):
+    model.base.config.final_logit_softcapping = 0.5
+
+
+def no_dropout(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("gpt2", freeze_dropout), ("gpt2", no_dropout), ("gemma3_text", cap_logits)]
+)
+def test_settings_that_change_are_noticed(name, change, recordings):
+    plain, fast = both(name, training=True)
+    for _ in range(3):
+        before, _ = step(plain)
+        step(fast)
+    for model in (plain, fast):
+        change(model)
+    for _ in range(3):
+        (expected, slow), (out, quick) = step(plain), step(fast)
+        assert_close(out.loss, expected.loss)
+        tiny.assert_same_gradients(slow, quick)
+    assert (before.loss - expected.loss).abs() > 1e-3
+    assert recordings
+
+
+def test_autocast_that_changes_between_calls(recordings):
+    results = []
+    for model in both("gpt2"):
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                first = model(IDS[:, :21], labels=IDS[:, :21])
+            second = model(IDS[:, 21:], labels=IDS[:, 21:], state=first.state)
+            second.nll_sum.backward()  # through windows that were run under autocast
+            found = tiny.gradients(model)
+        results.append(found)
+    tiny.assert_same_gradients(*results)
+    assert recordings
+
+
+def test_a_model_that_changes_before_its_backward(recordings):
+    results = []
+    for model in both("gpt2"):
+        step(model), step(model)
+        out = model(IDS, labels=IDS)
+        model.base.requires_grad_(False)
+        model(IDS, labels=IDS)
+        model.base.requires_grad_(True)
+        out.state.carried.sum().backward()
+        results.append(tiny.gradients(model))
+    tiny.assert_same_gradients(*results)
+
+
+def test_a_model_of_which_nothing_is_trained(recordings):
+    plain, fast = both("gpt2")
+    for model in (plain, fast):
+        model.requires_grad_(False)
+    for _ in range(3):
+        assert_close(fast(IDS, labels=IDS).loss, plain(IDS, labels=IDS).loss)
+    assert 0 < len(recordings) <= 3, "one for each kind of window"
+
+
 def test_weights_that_change_in_place_are_used(recordings):
     plain, fast = both("gpt2")
     for model in (plain, fast):
@@ -304,6 +394,41 @@ def test_beams_are_not_recorded(recordings, monkeypatch):
     plain, fast = both("gpt2")
     settings = {"max_new_tokens": 30, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     assert fast.generate(IDS[:, :11], **settings).equal(plain.generate(IDS[:, :11], **settings))
+    assert not recordings
+
+
+def test_a_copy_of_a_cache_goes_on_by_itself(recordings, monkeypatch):
+    monkeypatch.setattr(window_cache, "RECORD_AFTER", 2)
+    plain, fast = both("gpt2")
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    found = []
+    for model in (plain, fast):
+        cache = model.generate(IDS[:, :11], return_dict_in_generate=True, **settings).past_key_values
+        other = copy.deepcopy(cache)
+        for column in (5, 6, 7, 8):
+            logits = model(torch.full((3, 1), column), past_key_values=cache).logits
+            found.append((logits, model(torch.full((3, 1), column), past_key_values=other).logits))
+    for (a, b), (c, d) in zip(found[:4], found[4:], strict=True):
+        assert_close(a, b)
+        assert_close(a, c)
+        assert_close(a, d)
+    assert recordings
+
+
+def test_a_step_under_autocast(recordings, monkeypatch):
+    """Weights that were cast outside a recording would stay as they were."""
+    monkeypatch.setattr(window_cache, "RECORD_AFTER", 2)
+    results = []
+    for model in both("gpt2"):
+        settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = model.generate(IDS[:, :9], return_dict_in_generate=True, **settings).past_key_values
+            with torch.no_grad():
+                model.base.transformer.h[0].mlp.c_fc.weight.mul_(1.5)
+            torch.clear_autocast_cache()
+            results.append(model(IDS[:, :1], past_key_values=cache).logits)
+    assert_close(*results)
+    assert recordings
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------

@@ -238,6 +238,7 @@ class _Sweep:
         for i in range(len(cells)):
             self.tables.append(self._noted(table))
             if i >= recomputed:
+                torch.clear_autocast_cache()  # as below
                 emitted, table = self._keep(i, table)
             elif self.plan.loss_only and i == len(cells) - 1:
                 break

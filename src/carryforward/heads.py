@@ -84,8 +84,8 @@ class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transfo
         return self.base(**inputs, logits_to_keep=width - start).logits
 
     def _nll_sum(self, inputs: dict[str, Any], targets: Tensor, start: int) -> Tensor:
-        projection = self.config.architecture.projection(self.base)
-        if projection is None:
+        projection = None if self._sharded else self.config.architecture.projection(self.base)
+        if projection is None:  # FSDP gathers weights when the model that owns them is called
             return super()._nll_sum(inputs, targets, start)
         return losses.projected_nll_sum(self._body(**inputs).last_hidden_state[:, start:], projection, targets)
 

@@ -74,8 +74,8 @@ class Architecture:
     def projection(self, model: Any) -> nn.Linear | None:
         """The layer whose outputs are a causal model's logits, or None where more is done, by the model or a hook."""
         layer, cap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
-        plain = type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
-        if not plain or hasattr(layer, "_hf_hook") or cap is not None:
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in (model, layer))
+        if type(layer) is not nn.Linear or hooked or hasattr(layer, "_hf_hook") or cap is not None:
             return None
         return layer
 

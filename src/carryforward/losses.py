@@ -102,8 +102,8 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, vocabulary: int, with_gra
     exact = torch.promote_types(logits.dtype, torch.float32)
     logits[:, vocabulary:] = -torch.inf
     scores = F.log_softmax(logits, dim=1, dtype=exact)
-    scored, wanted = (targets != IGNORE).to(exact), targets.clamp(min=0)[:, None]
-    nll = -(scores.gather(1, wanted)[:, 0] * scored).sum()
+    scored, wanted = targets != IGNORE, targets.clamp(min=0)[:, None]
+    nll = -torch.where(scored, scores.gather(1, wanted)[:, 0], 0).sum()
     if not with_gradient:
         return nll, None
     gradient = scores.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=exact)).mul_(scored[:, None])

@@ -21,7 +21,7 @@ from .configuration import RecurrentModelConfig
 from .memory import Allowance
 from .reading import Cell, Reading
 from .recurrence import Recurrence
-from .replay import FastPath, Replays, Result, Work
+from .replay import Call, FastPath, Replays, Result, Work
 from .state import State
 from .window_cache import WindowCache
 
@@ -60,12 +60,22 @@ class _Program(bptt.Program):
     """One call's windows, for `bptt.unroll`. Without `emit` a window gives the summed loss of its targets."""
 
     def __init__(
-        self, model: "RecurrentPreTrainedModel", reading: Reading, emit: Emit | None, replays: Replays | None = None
+        self,
+        model: "RecurrentPreTrainedModel",
+        reading: Reading,
+        emit: Emit | None,
+        replays: Call | None = None,
+        setting: tuple = (),
     ):
+        """
+        Args:
+            setting: what the memory of a window depends on beside its shape.
+        """
         self.model = model
         self.reading = reading
         self.emit = emit
         self.replays = replays
+        self.setting = setting
         self.cells: list[Cell | None] = [*reading.cells]
         self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
 
@@ -76,7 +86,11 @@ class _Program(bptt.Program):
         self.cells += [None] * (int(most) - len(self.cells))
 
     def kind(self, cell: Cell | None) -> tuple:
-        return () if cell is None else (len(cell.rows), cell.width, cell.has_state)
+        if cell is None:
+            return ()
+        weight = self.model.recurrence.weight
+        autocast = torch.is_autocast_enabled(weight.device.type)
+        return len(cell.rows), cell.width, cell.has_state, self.emit is None, autocast, weight.dtype, *self.setting
 
     def gathered(self) -> list[Tensor | None]:
         return [] if self.replays is None else self.replays.gathered()
@@ -99,8 +113,8 @@ class _Program(bptt.Program):
         emitted: bptt.Emission = ()
         if self.emit is None:
             start, targets = reading.scored(cell) if head else (0, None)
-            work = Work(ids, mask, carried, targets, start, tuple(pooled))
-            nll, states = model._window(work) if self.replays is None else self.replays.run(model, work, table)
+            work = Work(ids, mask, carried, targets, start, tuple(pooled), model._allowance.size(self.kind(cell)))
+            nll, states = model._window(work) if self.replays is None else self.replays.run(work, table)
             emitted = () if nll is None else (nll,)
         else:
             carry, inputs = model._inputs(ids, mask, carried)
@@ -156,6 +170,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         insertion.install(self._body, config.architecture)
         self.replays = Replays()
         self._allowance = Allowance()
+        self._sharded = False
         self.post_init()
 
     @property
@@ -240,8 +255,11 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         parameters = [parameter for parameter in weights if parameter.requires_grad]
         sharded = self._is_sharded(modules)
         keep_graph = torch.is_grad_enabled() and (recurrence.keep_graph or sharded or bptt.hooked(parameters))
-        replays = None if keep_graph or emit is not None else self.replays.begin(self, modules, weights)
-        program = _Program(self, reading, emit, replays)
+        self._sharded = sharded
+        recordable = emit is None and not sharded and not keep_graph
+        replays = self.replays.begin(self, modules, weights) if recordable else None
+        training = any(module.training for module in modules)
+        program = _Program(self, reading, emit, replays, (training, len(parameters)))
         if sharded and emit is None:
             program.idle()
         self._allowance.keep = recurrence.keep_windows
@@ -253,7 +271,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             keep_graph=keep_graph,
             allowance=self._allowance,
             offload=recurrence.offload_states,
-            seeds=bptt.draw_seeds(len(program.cells)) if any(module.training for module in modules) else None,
+            seeds=bptt.draw_seeds(len(program.cells)) if training else None,
             devices={weight.device for weight in weights},
         )
         return bptt.unroll(plan, reading.before.carried.to(self.recurrence.weight))

@@ -126,7 +126,8 @@ def _stretches(x: Tensor, slots: int, pool: Callable[..., Tensor]) -> Tensor:
 
 def _mean(x: Tensor, dim: int) -> Tensor:
     """The division comes last, of few numbers, so that the gradient of many is one number that need not be written."""
-    return x.sum(dim=dim) / x.shape[dim]
+    exact = torch.promote_types(x.dtype, torch.float32)  # a sum may be more than float16 can hold
+    return (x.sum(dim=dim, dtype=exact) / x.shape[dim]).to(x.dtype)
 
 
 def _range(x: Tensor, start: int, stop: int) -> Tensor:

@@ -40,6 +40,7 @@ class Work:
         carried: the state, [b, G, S, k], or None in a document's first window.
         targets: what positions from `start` on are scored on, [b, n - start].
         pooled: ranges of positions; a state is made of each.
+        size: bytes that its graph holds on to, as far as is known.
     """
 
     ids: Tensor
@@ -48,6 +49,7 @@ class Work:
     targets: Tensor | None
     start: int
     pooled: tuple[tuple[int, int], ...]
+    size: int = 0
 
 
 Result = tuple[Tensor | None, tuple[Tensor, ...]]  # the summed loss, and the states
@@ -65,7 +67,6 @@ class Replays:
 
     def _forget(self) -> None:
         self._signature: list[tuple] = []
-        self._mode: tuple[bool, bool, torch.dtype] = (False, False, torch.float32)  # training; autocast, and to what
         self._compiles = self.path == "compiled"
         self._replayed = 0
         self._seen: Counter = Counter()
@@ -88,16 +89,17 @@ class Replays:
             logger.warning_once(f"Windows are run without the fast path: {reason}.")
         return reason is None
 
-    def begin(self, model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> "Replays | None":
-        """At the start of a call: self, or None where windows must be run as they are."""
+    def begin(self, model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> "Call | None":
+        """At the start of a call of the model; None where its windows must be run as they are."""
         if not self.usable(modules, weights):
+            if self._recordings:  # after a failure: nothing of theirs is used again
+                self._forget()
+                model._allowance.held = 0
             return None
-        signature = [(weight.data_ptr(), weight.dtype, weight.requires_grad) for weight in weights]
+        signature = _signature(model, modules, weights)
         if signature != self._signature:
             self._forget()
             self._signature, self._parameters = signature, [weight for weight in weights if weight.requires_grad]
-        device = model.device.type
-        self._mode = model.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         if self.path == "auto" and not self._compiles and self._replayed > COMPILE_AFTER:
             self._compiles, self._recordings = True, {}
         if not self._recordings:
@@ -108,7 +110,7 @@ class Replays:
                 recording.busy = False
         if not self._sums and torch.is_grad_enabled():
             self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
-        return self
+        return Call(self, model, signature, tuple(module.training for module in modules))
 
     def pool(self, shared: bool = True) -> Any:
         """Memory for recordings: shared by those that leave nothing behind, of its own for one that does."""
@@ -126,19 +128,19 @@ class Replays:
         self._summed.clear()
         return found
 
-    def run(self, model: Any, work: Work, table: Tensor) -> Result:
-        """What `model._window` gives. Gradients flow to the table; those of the parameters are gathered."""
-        if work.mask is not None:
-            return model._window(work)
-        key = (*self._mode, torch.is_grad_enabled(), work.carried is not None, work.targets is not None, work.start)
-        recording = self._find(key, work)
+    def run(self, call: "Call", work: Work, table: Tensor) -> Result:
+        device = work.ids.device.type
+        with_gradients = torch.is_grad_enabled() and (table.requires_grad or bool(self._parameters))
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        key = (call.training, *autocast, with_gradients, work.carried is None, work.targets is None, work.start)
+        recording = self._find(call, key, work)
         if recording is None:
             kind = (*key, *work.ids.shape, work.pooled)
             self._seen[kind] += 1
             if self._compiles or self._seen[kind] > RECORD_AFTER:
-                recording = self._record(model, key, work)
+                recording = self._record(call.model, key, work, with_gradients)
         if recording is None:
-            return model._window(work)
+            return call.model._window(work)
         self._replayed += 1
         return recording(work, table)
 
@@ -151,23 +153,24 @@ class Replays:
             torch.cuda.synchronize()
             record(lambda: torch.zeros(1, device="cuda"), None)
 
-    def _find(self, key: tuple, work: Work) -> "_Recording | None":
+    def _find(self, call: "Call", key: tuple, work: Work) -> "_Recording | None":
         """A recording of such windows, or of longer ones and more rows of which these fill a good part. With dropout
-        only the former: the random numbers of a row would depend on how many there are."""
-        (rows, width), random = work.ids.shape, self._mode[0]
+        only the former: the random numbers of a row would depend on how many there are. Longer only where no position
+        sees what follows it."""
+        (rows, width), causal = work.ids.shape, call.model.config.architecture.causal
         for recording in self._recordings.get(key, []):
             made = recording.work
             same = made.ids.shape == work.ids.shape and made.pooled == work.pooled
-            fits = rows <= made.ids.shape[0] and width <= made.ids.shape[1] and work.pooled in ((), made.pooled)
-            good = fits and not random and 2 * work.ids.numel() >= made.ids.numel()
+            long = width <= made.ids.shape[1] if causal else width == made.ids.shape[1]
+            fits = long and rows <= made.ids.shape[0] and work.pooled in ((), made.pooled)
+            good = fits and not any(call.training) and 2 * work.ids.numel() >= made.ids.numel()
             if not recording.busy and (same or good):
                 return recording
         return None
 
-    def _record(self, model: Any, key: tuple, work: Work) -> "_Recording | None":
+    def _record(self, model: Any, key: tuple, work: Work, with_gradients: bool) -> "_Recording | None":
         if self.path == "off":
             return None
-        with_gradients = torch.is_grad_enabled()
         try:
             with (
                 torch.random.fork_rng([work.ids.device] if work.ids.is_cuda else []),
@@ -178,9 +181,29 @@ class Replays:
             self.failed(error)
             return None
         if with_gradients:
-            model._allowance.held += model._allowance.size((*work.ids.shape, work.carried is not None))
+            model._allowance.held += work.size
         self._recordings.setdefault(key, []).append(recording)
         return recording
+
+
+@dataclass
+class Call:
+    """One call of the model, whose windows may be run again later, when the model has changed."""
+
+    replays: Replays
+    model: Any
+    signature: list[tuple]
+    training: tuple[bool, ...]  # of each module
+
+    def run(self, work: Work, table: Tensor) -> Result:
+        """What `model._window` gives. Gradients flow to the table; those of the parameters are gathered."""
+        if work.mask is not None or self.signature != self.replays._signature:
+            return self.model._window(work)
+        return self.replays.run(self, work, table)
+
+    def gathered(self) -> list[Tensor | None]:
+        """Gradients of the parameters that recordings have summed up."""
+        return self.replays.gathered() if self.signature == self.replays._signature else []
 
 
 class _Windows(nn.Module):
@@ -204,7 +227,7 @@ class _Recording:
                 work, ids=work.ids.clone(), targets=None if work.targets is None else work.targets.clone(),
                 carried=None if work.carried is None else work.carried.detach().clone(),
             )  # fmt: skip
-            with _uncached_autocast(work.ids.device):
+            with uncached_autocast(work.ids.device):
                 self._make(model, replays)
 
     def _make(self, model: Any, replays: Replays) -> None:
@@ -336,7 +359,7 @@ def record(function: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], No
     return result, graph.replay
 
 
-def _uncached_autocast(device: torch.device) -> torch.autocast:
+def uncached_autocast(device: torch.device) -> torch.autocast:
     """Autocast as it is; but weights that were cast outside a recording would not be cast again inside."""
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False)
@@ -349,6 +372,7 @@ def _compiled(model: Any) -> Iterator[None]:
     # random numbers as they are drawn without compiler: both passes over a window must draw the same
     options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
     token = losses.FUSED.set(torch.compile(losses.fusable, **options))
+    own = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.forward = torch.compile(layer.forward, **options)
     try:
@@ -356,8 +380,22 @@ def _compiled(model: Any) -> Iterator[None]:
             yield
     finally:
         losses.FUSED.reset(token)
-        for layer in layers:
+        for layer, forward in zip(layers, own, strict=True):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _signature(model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> list[tuple]:
+    """What a recording depends on: where weights are, and what decides in Python how a window is run."""
+    config = model.config.base_config
+    found: list[tuple] = [(weight.data_ptr(), weight.dtype, weight.requires_grad) for weight in weights]
+    found.append((config._attn_implementation, getattr(config, "final_logit_softcapping", None)))
+    for module in modules:
+        # rates of dropout; adapters that were switched off or exchanged
+        names = ("p", "_disable_adapters", "_active_adapter")
+        found.append(tuple(str(module.__dict__[name]) for name in names if name in module.__dict__))
+    return found
 
 
 def _unfit(modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> str | None:
@@ -369,8 +407,9 @@ def _unfit(modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> str
             return "its weights are offloaded or dispatched"
         if module.training and getattr(module, "gradient_checkpointing", False):
             return "gradient checkpointing runs layers again by itself"
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            for hook in hooks.values():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        for some in hooks:
+            for hook in some.values():
                 if getattr(hook, "func", hook).__module__ != insertion.__name__:
                     return f"{type(module).__name__} has a hook, which would not be called"
     return None

@@ -120,7 +120,7 @@ def flag(name: str) -> str:
 
 
 def _windows(given: str) -> int | str:
-    if given != "auto" and not given.isdigit():
+    if given != "auto" and not (given.isascii() and given.isdecimal()):
         raise ValueError(f"--keep-windows {given}: give a number from 0, or auto.")
     return given if given == "auto" else int(given)
 

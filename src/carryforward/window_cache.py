@@ -54,6 +54,10 @@ class WindowCache(Cache):
         self._recorded: _RecordedStep | None = None
         self._steps = 0  # since the buffers were made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have buffers of their own, which a recording does not know."""
+        return {**self.__dict__, "_recorded": None, "_steps": 0}
+
     # --- what transformers asks of a cache -----------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -207,8 +211,9 @@ class WindowCache(Cache):
                 self._recorded = _RecordedStep(self, model, column)
             except Exception as error:  # as for windows: the plain way is always there
                 model.replays.failed(error)
-        if self._recorded is None or model.fast_path == "off":
-            self._recorded = None
+        if self._recorded is not None and (model.fast_path == "off" or self._recorded.mode != _mode(model)):
+            self._recorded, self._steps = None, 0
+        if self._recorded is None:
             return self._call(model, range(self._batch), column, new)
         logits = self._recorded(self, column, new)
         self._position = [position + count for position, count in zip(self._position, new, strict=True)]
@@ -305,6 +310,14 @@ class WindowCache(Cache):
         )  # fmt: skip
 
 
+def _mode(model: Any) -> tuple:
+    """What a recorded step depends on that may change between two tokens."""
+    weight = model.recurrence.weight
+    device = weight.device.type
+    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return *autocast, model.training, weight.dtype, weight.data_ptr()
+
+
 class _RecordedStep:
     """One more token in every row of a cache, as a recording that reads and writes its buffers."""
 
@@ -324,8 +337,10 @@ class _RecordedStep:
             carry.kept, carry.seen = dict.fromkeys(cache._layers, cache._slots), self.seen
             return cache._run(model, self.rows, self.column, self.position, self.new == 0, carry, last)
 
-        replay.warm_up(step)
-        self.logits, self.replay = replay.record(step, None)
+        self.mode = _mode(model)
+        with replay.uncached_autocast(device):
+            replay.warm_up(step)
+            self.logits, self.replay = replay.record(step, None)
 
     def _refresh(self, cache: WindowCache) -> None:
         """Where rows stand, after they were moved by other means."""
