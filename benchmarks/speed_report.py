@@ -31,9 +31,7 @@ def tables(record: dict[str, Any]) -> str:
     hardware, versions = record["hardware"], record["versions"]
     where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
     lines = [f"## {where}", ""]
-    lines += [
-        f"Commit {record['commit'][:12]}, torch {versions['torch']}, transformers {versions['transformers']}. Tokens"
-    ]
+    lines += [f"Commit {record['commit'][:12]}, torch {versions['torch']}, transformers {versions['transformers']}."]
     lines += ["Tokens per second: medians, and in brackets the slowest and the fastest round.", ""]
     lines += ["| row | shape, batch | this | against | ratio | target |", "| --- | --- | --- | --- | ---: | ---: |"]
     for name, side, against, targets in TARGETS:

@@ -231,7 +231,7 @@ class _Sweep:
 
     def first_pass(self, table: Tensor) -> tuple[list[Emission], Tensor]:
         """Without a graph, but for the newest cells that may keep theirs: note the table before each cell. The last
-        cell is not run if only the loss is wanted, and its graph not kept."""
+        cell is not run if only the loss is wanted and its graph is not kept."""
         emissions = []
         cells = self.plan.program.cells
         recomputed = len(cells) - self._keepable()

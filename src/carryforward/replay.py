@@ -110,7 +110,7 @@ class Replays:
                 recording.busy = False
         if not self._sums and torch.is_grad_enabled():
             self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
-        return Call(self, model, signature, tuple(module.training for module in modules))
+        return Call(self, model, self._signature, tuple(module.training for module in modules))
 
     def pool(self, shared: bool = True) -> Any:
         """Memory for recordings: shared by those that leave nothing behind, of its own for one that does."""
@@ -192,18 +192,18 @@ class Call:
 
     replays: Replays
     model: Any
-    signature: list[tuple]
+    signature: list[tuple]  # the very one: comparing it whole for every window would take time
     training: tuple[bool, ...]  # of each module
 
     def run(self, work: Work, table: Tensor) -> Result:
         """What `model._window` gives. Gradients flow to the table; those of the parameters are gathered."""
-        if work.mask is not None or self.signature != self.replays._signature:
+        if work.mask is not None or self.signature is not self.replays._signature:
             return self.model._window(work)
         return self.replays.run(self, work, table)
 
     def gathered(self) -> list[Tensor | None]:
         """Gradients of the parameters that recordings have summed up."""
-        return self.replays.gathered() if self.signature == self.replays._signature else []
+        return self.replays.gathered() if self.signature is self.replays._signature else []
 
 
 class _Windows(nn.Module):
