@@ -34,6 +34,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+MANY = {"slots": 48, "insert_at": "all"}  # a large state
+
+
 def base(shape: str, device: str, **more: Any) -> Any:
     """A GPT-2 of some shape, without dropout and with random weights: speed does not depend on them."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -148,9 +151,9 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
 
 
 def recurrent_step(
-    shape: str, device: str, batch: int, windows: int, path: str, keep: int, use_state: bool = True
+    shape: str, device: str, batch: int, windows: int, path: str, keep: int, use_state: bool = True, **fields: Any
 ) -> Callable[[], object]:
-    model = recurrent(shape, device, keep_windows=keep).train()
+    model = recurrent(shape, device, keep_windows=keep, **fields).train()
     model.fast_path = path
     ids = torch.randint(SHAPES[shape]["vocab_size"], (batch, windows * SHAPES[shape]["window"] + 1), device=device)
 
@@ -191,6 +194,7 @@ def training(device: str, report: "Report") -> None:
             sides = {
                 "with state": recurrent_step(shape, device, batch, windows, **keep),
                 "state removed": recurrent_step(shape, device, batch, windows, **keep, use_state=False),
+                "with 48 slots at every layer": recurrent_step(shape, device, batch, windows, **keep, **MANY),
             }
             found = interleaved(sides, rounds + 2, tokens, device)
             report.add({**about, "row": "state's cost", "sides": found})
