@@ -458,3 +458,19 @@ def test_on_a_gpu(name, keep, path, monkeypatch):
         assert_close(out.loss, expected.loss, rtol=1e-4, atol=1e-5)
         tiny.assert_same_gradients(slow, quick, 1e-4)
     assert fast.replays._replayed, "nothing was replayed"
+
+
+@GPU
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_generation_on_a_gpu(name):
+    results = []
+    for path in ("off", "auto"):
+        model = tiny.recurrent(name, slots=2, insert_at="all").cuda()
+        model.fast_path = path
+        settings = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        results.append(model.generate(IDS[:, :11].cuda(), output_logits=True, return_dict_in_generate=True, **settings))
+    slow, fast = results
+    assert fast.past_key_values._recorded is not None, "no step was recorded"
+    assert slow.past_key_values._recorded is None
+    assert_close(torch.stack(fast.logits), torch.stack(slow.logits), rtol=1e-4, atol=1e-4)
+    assert fast.sequences.equal(slow.sequences)
