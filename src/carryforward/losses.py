@@ -57,8 +57,8 @@ class _ProjectedLoss(torch.autograd.Function):
         assert matrix is not None
         score = FUSED.get() or loss_and_gradient
         of_hidden = torch.empty_like(inputs) if wanted[0] else None
-        of_weight = torch.zeros_like(matrix, dtype=exact) if wanted[1] else None
-        of_bias = torch.zeros_like(offset, dtype=exact) if offset is not None and wanted[2] else None
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
         total = torch.zeros((), dtype=exact, device=device)
         rows = max(1, PIECE.get(device.type, PIECE["cpu"]) // (4 * vocabulary))
         with torch.autocast(device.type, enabled=False):
@@ -69,10 +69,10 @@ class _ProjectedLoss(torch.autograd.Function):
                 total += nll
                 if of_hidden is not None:
                     torch.mm(of_logits, matrix, out=of_hidden[begin : begin + rows])
-                if of_weight is not None:
-                    of_weight += of_logits.T @ piece
-                if of_bias is not None:
-                    of_bias += of_logits.sum(dim=0, dtype=exact)
+                if wanted[1]:
+                    of_weight = _added(of_weight, of_logits.T @ piece)
+                if offset is not None and wanted[2]:
+                    of_bias = _added(of_bias, of_logits.sum(dim=0, dtype=exact))
         ctx.save_for_backward(of_hidden, *(None if x is None else x[:vocabulary] for x in (of_weight, of_bias)))
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
         return total
@@ -86,13 +86,22 @@ class _ProjectedLoss(torch.autograd.Function):
         return *found, None, None, None
 
 
+def _added(total: Tensor | None, more: Tensor) -> Tensor:
+    """A sum over pieces, in float32 at least. A single one stays as it is: a vocabulary's gradient is large, and every
+    pass over it counts."""
+    if total is None:
+        return more
+    exact = torch.promote_types(more.dtype, torch.float32)
+    return total.add_(more) if total.dtype == exact else total.to(exact).add_(more)
+
+
 def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """For each token of the vocabulary, and on a GPU for a few more that do not exist: its fast kernels want the size
     of a matrix to be a multiple of 8, and GPT-2's 50,257 costs half the speed."""
     if x is None or x.device.type == "cpu" or len(x) % 64 == 0:
         return None if x is None else x.to(dtype)
-    padded = x.new_zeros(math.ceil(len(x) / 64) * 64, *x.shape[1:], dtype=dtype)
-    padded[: len(x)] = x
+    padded = x.new_empty(math.ceil(len(x) / 64) * 64, *x.shape[1:], dtype=dtype)
+    padded[: len(x)], padded[len(x) :] = x, 0
     return padded
 
 

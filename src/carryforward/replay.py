@@ -151,7 +151,8 @@ class Replays:
         self.path = "off"
         if torch.cuda.is_available():  # a capture that failed leaves the random numbers' generator in its hands
             torch.cuda.synchronize()
-            record(lambda: torch.zeros(1, device="cuda"), None)
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device="cuda")
 
     def _find(self, call: "Call", key: tuple, work: Work) -> "_Recording | None":
         """A recording of such windows, or of longer ones and more rows of which these fill a good part. With dropout

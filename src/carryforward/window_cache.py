@@ -328,14 +328,14 @@ class _RecordedStep:
         self.position = torch.zeros(len(column), 1, dtype=torch.long, device=device)
         self.new = torch.ones_like(self.position)
         self.seen = torch.zeros(len(column), dtype=torch.bool, device=device)
-        last = torch.zeros(1, dtype=torch.long, device=device)
+        self.last = torch.zeros(1, dtype=torch.long, device=device)  # kept: a recording does not own what it reads
         self.counts: list[int] = []
         self._refresh(cache)
 
         def step() -> Tensor:  # its effects are the same however often it is run
             carry = insertion.Carry()
             carry.kept, carry.seen = dict.fromkeys(cache._layers, cache._slots), self.seen
-            return cache._run(model, self.rows, self.column, self.position, self.new == 0, carry, last)
+            return cache._run(model, self.rows, self.column, self.position, self.new == 0, carry, self.last)
 
         self.mode = _mode(model)
         with replay.uncached_autocast(device):
