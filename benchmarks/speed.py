@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-MANY = {"slots": 48, "insert_at": "all"}  # a large state
+MANY: dict[str, Any] = {"slots": 48, "insert_at": "all"}  # a large state
 
 
 def base(shape: str, device: str, **more: Any) -> Any:
@@ -190,16 +190,12 @@ def training(device: str, report: "Report") -> None:
         sides.clear()
         free(device)
         if fits:
-            keep = {"path": fast, "keep": windows}
-            sides = {
-                "with state": recurrent_step(shape, device, batch, windows, **keep),
-                "state removed": recurrent_step(shape, device, batch, windows, **keep, use_state=False),
-                "with 48 slots at every layer": recurrent_step(shape, device, batch, windows, **keep, **MANY),
-            }
-            found = interleaved(sides, rounds + 2, tokens, device)
-            report.add({**about, "row": "state's cost", "sides": found})
-            sides.clear()
-            free(device)
+            one = partial(recurrent_step, shape, device, batch, windows, fast, windows)
+            for row, more in (("state's cost", {}), ("48 slots' cost", MANY)):
+                sides = {"with state": one(**more), "state removed": one(use_state=False, **more)}
+                report.add({**about, "row": row, "sides": interleaved(sides, rounds + 2, tokens, device)})
+                sides.clear()
+                free(device)
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

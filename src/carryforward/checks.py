@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call may be given: each refusal names the argument, the value it got and what to do."""
 
+import torch
 from torch import Tensor
 
 from . import windows
@@ -51,39 +52,51 @@ def state(given: State, rows: int, signature: str) -> None:
         )
 
 
-def tokens(input_ids: Tensor, attention_mask: Tensor | None, vocabulary: int, state: State, final: bool) -> None:
-    """Real tokens in every row, all in the vocabulary. No new token is needed to end documents already begun."""
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}: they must be "
-            "equal, 1 for a token and 0 for padding."
-        )
-    real = input_ids.new_ones(()).expand_as(input_ids).bool() if attention_mask is None else attention_mask.bool()
-    for row, (count, read) in enumerate(zip(real.sum(dim=1).tolist(), state.read.tolist(), strict=True)):
+def tokens(input_ids: Tensor, attention_mask: Tensor | None, state: State, final: bool) -> None:
+    """Real tokens in every row. No new token is needed to end documents already begun."""
+    counts = [input_ids.shape[1]] * len(input_ids)
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}: they must "
+                "be equal, 1 for a token and 0 for padding."
+            )
+        counts = attention_mask.bool().sum(dim=1).tolist()
+    for row, (count, read) in enumerate(zip(counts, state.read.tolist(), strict=True)):
         if count == 0 and not (final and read):
             raise ValueError(f"row {row} of input_ids has no real token: leave it out of the batch.")
-    used = input_ids[real]
-    if used.numel() and (used.min() < 0 or used.max() >= vocabulary):
-        wrong = used[(used < 0) | (used >= vocabulary)][0].item()
+
+
+def labels(given: Tensor | None, input_ids: Tensor) -> None:
+    """A label for every token."""
+    if given is not None and given.shape != input_ids.shape:
         raise ValueError(
-            f"input_ids holds the token id {wrong}; the model's vocabulary has ids from 0 to {vocabulary - 1}. "
+            f"labels has shape {list(given.shape)}, input_ids {list(input_ids.shape)}: they must be equal; use "
+            f"{IGNORE} for tokens that are not scored."
+        )
+
+
+def vocabulary(input_ids: Tensor, attention_mask: Tensor | None, size: int) -> None:
+    """Tokens that exist. A device that is still at work is waited for, so this comes after what can be done before."""
+    used = input_ids if attention_mask is None else input_ids[attention_mask.bool()]
+    if used.numel() and not _within(used, size):
+        wrong = used[(used < 0) | (used >= size)][0].item()
+        raise ValueError(
+            f"input_ids holds the token id {wrong}; the model's vocabulary has ids from 0 to {size - 1}. "
             "Use the tokenizer that belongs to the model."
         )
 
 
-def labels(given: Tensor | None, input_ids: Tensor | None, classes: int) -> None:
-    """Labels for every token, each a class or -100."""
-    if given is None:
-        return
-    if input_ids is None or given.shape != input_ids.shape:
-        shape = None if input_ids is None else list(input_ids.shape)
-        raise ValueError(
-            f"labels has shape {list(given.shape)}, input_ids {shape}: they must be equal; use {IGNORE} for tokens "
-            "that are not scored."
-        )
-    wrong = given[(given != IGNORE) & ((given < 0) | (given >= classes))]
-    if wrong.numel():
-        raise ValueError(f"labels holds {wrong[0].item()}; accepted are 0 to {classes - 1}, and {IGNORE} for unscored.")
+def classes(labels: Tensor | None, number: int) -> None:
+    """Labels that are each a class or -100."""
+    if labels is not None and labels.numel() and not _within(labels.masked_fill(labels == IGNORE, 0), number):
+        wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= number))][0].item()
+        raise ValueError(f"labels holds {wrong}; accepted are 0 to {number - 1}, and {IGNORE} for unscored.")
+
+
+def _within(x: Tensor, size: int) -> bool:
+    lowest, highest = torch.stack(x.aminmax()).tolist()
+    return lowest >= 0 and highest < size
 
 
 def token_types(given: Tensor | None) -> None:

@@ -57,13 +57,14 @@ class _TokenModel(RecurrentPreTrainedModel):
             given = scores[rows.to(scores.device), positions.to(scores.device) - start]
             return (given,) if reading.labels is None else (losses.nll_sum(scores, targets), given)
 
+        # before the windows: afterwards their gradients take the room
+        n_scored = None if reading.labels is None else reading.count_scored()
         emissions, carried = self._unroll(reading, emit if reading.outputs else None)
         fields: dict[str, Any] = {"state": reading.state(carried)}
         if not reading.causal:
             fields["emitted"] = torch.tensor(reading.emitted())
-        if reading.labels is not None:
+        if n_scored is not None:
             nll_sum = sum((emitted[0] for emitted in emissions), torch.zeros((), device=carried.device))
-            n_scored = reading.count_scored()
             items = n_scored.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             fields |= {"loss": nll_sum / items, "nll_sum": nll_sum, "n_scored": n_scored}
         if not kept:

@@ -208,13 +208,16 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         fresh = self.fresh_state(len(input_ids), overlap)
         state = fresh if state is None else state
         checks.state(state, len(input_ids), fresh.signature)
-        checks.tokens(input_ids, attention_mask, self._vocabulary, state, final)
-        checks.labels(labels, input_ids, self._num_classes)
-        return Reading(
+        checks.tokens(input_ids, attention_mask, state, final)
+        checks.labels(labels, input_ids)
+        reading = Reading(
             self.config, input_ids, attention_mask, labels, state,
             overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
             bptt_windows=recurrence.bptt_windows,
         )  # fmt: skip
+        checks.vocabulary(input_ids, attention_mask, self._vocabulary)
+        checks.classes(labels, self._num_classes)
+        return reading
 
     def _inputs(self, ids: Tensor, mask: Tensor | None, carried: Tensor | None) -> tuple[insertion.Carry, dict]:
         """What the base model is called with for one window."""

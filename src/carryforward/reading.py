@@ -161,9 +161,12 @@ class Reading:
 
     # --- what a cell consists of -------------------------------------------------------------------------------
 
-    def index(self, values: Sequence[Any]) -> Tensor:
+    def index(self, values: Sequence[Any] | Tensor) -> Tensor:
         """Numbers from the plan, on the device, without waiting for it."""
-        return torch.tensor(values).to(self.tokens.device, non_blocking=True)
+        numbers = torch.as_tensor(values)
+        if self.tokens.is_cuda:
+            numbers = numbers.pin_memory()
+        return numbers.to(self.tokens.device, non_blocking=True)
 
     def _aligned(self, cell: Cell) -> int | None:
         """The packed column at which all rows have the same window, if they do: then nothing need be gathered."""
@@ -313,7 +316,7 @@ class Reading:
                     started[row] = self.use_state
         pending = [length - start for length, start in zip(self.length, starts, strict=True)]
         columns = torch.arange(max(pending)) + torch.tensor(starts)[:, None] - torch.tensor(self.first)[:, None]
-        columns = columns.clamp(max=self.tokens.shape[1] - 1).to(self.tokens.device)
+        columns = self.index(columns.clamp(max=self.tokens.shape[1] - 1))
         return dataclasses.replace(
             self.before,
             carried=carried,

@@ -346,7 +346,7 @@ def warm_up(function: Callable[[], Any], times: int = 3) -> None:
     """Let libraries allocate and compilers compile what they need, which cannot be recorded."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with insertion.plain_masks(), torch.cuda.stream(stream):  # or what is compiled now is not what is recorded
         for _ in range(times):
             function()
     torch.cuda.current_stream().wait_stream(stream)
@@ -368,23 +368,24 @@ def uncached_autocast(device: torch.device) -> torch.autocast:
 
 @contextlib.contextmanager
 def _compiled(model: Any) -> Iterator[None]:
-    """Layers compiled, one like the other, which takes a twelfth of the time of a whole model of twelve."""
-    layers = model.config.architecture.layer_list(model._body)
+    """Layers compiled, one like the other, which takes a twelfth of the time of a whole model of twelve; and the
+    recurrence, which is many small operations."""
+    parts = [*model.config.architecture.layer_list(model._body), model.recurrence]
     # random numbers as they are drawn without compiler: both passes over a window must draw the same
     options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
     token = losses.FUSED.set(torch.compile(losses.fusable, **options))
-    own = [layer.__dict__.get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, **options)
+    own = [part.__dict__.get("forward") for part in parts]
+    for part in parts:
+        part.forward = torch.compile(part.forward, **options)
     try:
         with torch._dynamo.config.patch(recompile_limit=64):  # a variant for each kind of window
             yield
     finally:
         losses.FUSED.reset(token)
-        for layer, forward in zip(layers, own, strict=True):
-            del layer.forward
+        for part, forward in zip(parts, own, strict=True):
+            del part.forward
             if forward is not None:
-                layer.forward = forward
+                part.forward = forward
 
 
 def _signature(model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> list[tuple]:
@@ -404,9 +405,10 @@ def _unfit(modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> str
     if len({weight.device for weight in weights}) > 1:
         return "its weights are on several devices"
     for module in modules:
-        if hasattr(module, "_hf_hook"):
+        own = module.__dict__  # `getattr` would search parameters and submodules, at every call of every module
+        if "_hf_hook" in own:
             return "its weights are offloaded or dispatched"
-        if module.training and getattr(module, "gradient_checkpointing", False):
+        if module.training and own.get("gradient_checkpointing"):
             return "gradient checkpointing runs layers again by itself"
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         for some in hooks:
