@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from carryforward import replay, window_cache
+from carryforward import insertion, replay, window_cache
 
 IDS = tiny.documents(3, 45)
 RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
@@ -59,7 +59,7 @@ def recordings(monkeypatch):
     made = []
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     monkeypatch.setattr(replay, "RECORD_AFTER", 1)
-    monkeypatch.setattr(replay, "warm_up", lambda function: function())
+    monkeypatch.setattr(replay, "warm_up", lambda function, times=1: function())
     monkeypatch.setattr(replay.Replays, "pool", lambda self, shared=True: None)
     monkeypatch.setattr(replay, "record", lambda function, pool: made.append(function) or run_again(function, pool))
     return made
@@ -429,6 +429,24 @@ def test_a_step_under_autocast(recordings, monkeypatch):
             results.append(model(IDS[:, :1], past_key_values=cache).logits)
     assert_close(*results)
     assert recordings
+
+
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_while_a_window_is_recorded_it_needs_no_mask(name, monkeypatch):
+    """Or what was compiled before is compiled again during the recording, which fails; and fast kernels want none."""
+    from transformers import masking_utils
+
+    model, masks = tiny.recurrent(name), []
+    for layer in model.config.architecture.layer_list(model._body):
+        attention = layer.get_submodule(model.config.architecture.attention)
+        attention.register_forward_pre_hook(
+            lambda module, args, kwargs: masks.append([*args, kwargs.get("attention_mask")][-1]), with_kwargs=True
+        )
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: True)  # as while a stream is captured
+    with insertion.plain_masks():
+        model._body(input_ids=IDS[:, :3], use_cache=False)  # shorter than any sliding window
+    assert len(masks) == model.config.base_config.num_hidden_layers
+    assert all(mask is None for mask in masks)
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------

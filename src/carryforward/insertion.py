@@ -176,17 +176,21 @@ class Carry:
 @contextlib.contextmanager
 def plain_masks() -> Iterator[None]:
     """Without padding a window is one causal stretch, and attention needs no mask. While a CUDA graph is captured,
-    transformers does not look whether several texts share a row, and makes one that costs the fast kernels."""
-    traced = masking_utils.is_tracing
+    transformers does not look whether several texts share a row or whether a mask hides nothing, and makes one that
+    costs the fast kernels."""
+    traced, needless = masking_utils.is_tracing, masking_utils._ignore_causal_mask_sdpa
 
     def is_tracing(tensor: Any = None) -> bool:  # with a mask it would read it, which cannot be captured
         return tensor is not None and traced(tensor)
+
+    def _ignore_causal_mask_sdpa(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        return needless(None, *args, **kwargs)
 
     def find_packed_sequence_indices(position_ids: Tensor) -> None:
         return None
 
     with contextlib.ExitStack() as patches:
-        for function in (is_tracing, find_packed_sequence_indices):
+        for function in (is_tracing, _ignore_causal_mask_sdpa, find_packed_sequence_indices):
             patches.enter_context(mock.patch.object(masking_utils, function.__name__, function))
         yield
 

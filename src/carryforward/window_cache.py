@@ -20,7 +20,7 @@ from transformers import Cache
 from . import insertion, replay
 from .state import State
 
-RECORD_AFTER = 32  # tokens: less would not pay for the recording
+RECORD_AFTER = 4  # tokens: a recording takes as long as a few
 
 
 class WindowCache(Cache):
@@ -339,7 +339,7 @@ class _RecordedStep:
 
         self.mode = _mode(model)
         with replay.uncached_autocast(device):
-            replay.warm_up(step)
+            replay.warm_up(step, times=1)  # nothing is compiled
             self.logits, self.replay = replay.record(step, None)
 
     def _refresh(self, cache: WindowCache) -> None:
