@@ -189,13 +189,21 @@ def training(device: str, report: "Report") -> None:
         report.add({**about, "sides": interleaved(sides, rounds, tokens, device)})
         sides.clear()
         free(device)
-        if fits:
-            one = partial(recurrent_step, shape, device, batch, windows, fast, windows)
-            for row, more in (("state's cost", {}), ("48 slots' cost", MANY)):
-                sides = {"with state": one(**more), "state removed": one(use_state=False, **more)}
-                report.add({**about, "row": row, "sides": interleaved(sides, rounds + 2, tokens, device)})
-                sides.clear()
-                free(device)
+
+
+def cost(device: str, report: "Report") -> None:
+    """What the state costs a step whose graph is kept: the paper's one slot, and many at every layer."""
+    for shape, batch, windows in [("gpt2-small", 8, 32)] if device == "cuda" else [("tiny", 8, 16), ("bundled", 4, 8)]:
+        fast, tokens = "compiled" if device == "cuda" else "off", batch * windows * SHAPES[shape]["window"]
+        about = {"shape": shape, "batch": batch, "windows": windows}
+        one = partial(recurrent_step, shape, device, batch, windows, fast, windows)
+        for row, more in (("state's cost", {}), ("48 slots' cost", MANY)):
+            sides = {"with state": one(**more), "state removed": one(use_state=False, **more)}
+            report.add(
+                {"row": row, **about, "sides": interleaved(sides, 6 if device == "cuda" else 11, tokens, device)}
+            )
+            sides.clear()
+            free(device)
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------
@@ -419,7 +427,14 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-PARTS = {"training": training, "length": length, "evaluation": evaluation, "generation": generation, "data": data}
+PARTS = {
+    "training": training,
+    "cost": cost,
+    "length": length,
+    "evaluation": evaluation,
+    "generation": generation,
+    "data": data,
+}
 
 
 def main() -> None:
