@@ -108,7 +108,9 @@ def test_without_its_state_a_recurrent_model_is_its_base(ids, overlap):
     model = recurrent()
     ids = ids if overlap < 7 else ids[:500]
     removed = perplexity(model, [ids], overlap=overlap, use_state=False)
-    assert removed == perplexity(model.base, [ids], window=8, overlap=overlap)
+    alone = perplexity(model.base, [ids], window=8, overlap=overlap)
+    assert removed.nats == pytest.approx(alone.nats, rel=1e-7)
+    assert removed.tokens == alone.tokens
     assert removed.nats == pytest.approx(one_window_at_a_time(model.base, ids, 8, overlap), abs=NATS)
     assert abs(removed.nats - perplexity(model, [ids], overlap=overlap).nats) > 1, "the state matters here"
 

@@ -40,7 +40,10 @@ def main(arguments: list[str] | None = None) -> None:
 def _spread(arguments: list[str]) -> list[str]:
     """`--overlap 0 5 10` as `--overlap 0 --overlap 5 --overlap 10`, for the options that take several values."""
     numbers = ("--overlap", "--learning-rate", "--recurrence-learning-rate", "--insert-at", "--hidden-sizes")
-    several = {**dict.fromkeys(numbers, _is_number), "--text": lambda argument: not argument.startswith("-")}
+    several = {
+        **dict.fromkeys(numbers, _is_number),
+        **dict.fromkeys(("--text", "--cell"), lambda argument: not argument.startswith("-")),
+    }
     spread: list[str] = []
     option = ""
     for argument in arguments:
@@ -389,3 +392,31 @@ def report(
         if out is not None:
             reports.write(loaded, out)
         typer.echo(reports.markdown(loaded))
+
+
+@app.command()
+def reproduce(
+    what: Annotated[str, typer.Argument(help="A folder of experiments: table2, windows, alternatives, ...")],
+    setting: Annotated[str, typer.Option(help="One of its recipes.")] = BUNDLED,
+    experiments: Annotated[Path, typer.Option(help="Where the experiments are.")] = Path("experiments"),
+    work: Annotated[Path, typer.Option(help="Where models are kept while they are trained and scored.")] = Path("runs"),
+    model: Annotated[str | None, typer.Option(help="The base model, if it is elsewhere.")] = None,
+    data: Annotated[str | None, typer.Option(help="The text, if it is elsewhere.")] = None,
+    cell: Annotated[list[str] | None, typer.Option(help="Only these, by name.")] = None,
+    test: Annotated[bool, typer.Option("--test", help="Score the test split too: once, when nothing is open.")] = False,
+    tables_only: Annotated[bool, typer.Option("--tables-only", help="Run nothing; write the pages anew.")] = False,
+    keep_models: Annotated[bool, typer.Option(help="--no-keep-models removes each once it is scored.")] = True,
+    device: Device = None,
+) -> None:
+    """The paper's tables, figures and claims: run what is missing, and write the pages anew."""
+    with _told_plainly():
+        from .reproduction import publishing, recipes, running
+
+        recipe = recipes.read(publishing.recipe_path(experiments, what, setting), model=model, data=data)
+        if not tables_only:
+            running.run(
+                recipe, publishing.results_path(experiments, what, setting), work / what / setting,
+                labels=tuple(cell or ()), test=test, keep_models=keep_models, use_cpu=device == "cpu",
+            )  # fmt: skip
+        for page in publishing.publish(experiments):
+            typer.echo(page)

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from . import console
+from .adding import add_recurrence
 from .data.corpora import open_corpus
 from .data.documents import Documents, tokenise
 from .evaluation import Perplexity, check_positions, perplexity
@@ -59,7 +61,7 @@ def evaluate(
     targets = int((documents.lengths - 1).clip(min=0).sum())
     if not targets:
         raise ValueError(f"{data}, split {split!r}: no document has a second token to predict. Give longer documents.")
-    loaded.model.to(device)  # type: ignore[arg-type]
+    reader = _reader(loaded, window).to(device)  # type: ignore[arg-type]
     overlaps = overlaps or (trained or 0,)
     runs = [(overlap, True) for overlap in overlaps]
     if loaded.recurrent and control:
@@ -70,8 +72,8 @@ def evaluate(
             begun = time.perf_counter()
             with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bf16):
                 score = perplexity(
-                    loaded.model, documents, overlap=overlap, window=None if loaded.recurrent else window,
-                    use_state=use_state, reset_every=reset_every, batch_size=batch_size, progress=bar.advance,
+                    reader, documents, overlap=overlap, window=window, use_state=use_state and loaded.recurrent,
+                    reset_every=reset_every, batch_size=batch_size, progress=bar.advance,
                 )  # fmt: skip
             if not math.isfinite(score.nats):
                 raise ArithmeticError(
@@ -112,6 +114,17 @@ def _ratios(score: Perplexity) -> dict[str, float | None]:
     """JSON knows neither infinity nor NaN: what has no number is null."""
     names = ("word_perplexity", "token_perplexity", "bits_per_byte")
     return {name: value if math.isfinite(value := getattr(score, name)) else None for name in names}
+
+
+def _reader(loaded: Loaded, window: int) -> PreTrainedModel:
+    """A plain model inside a recurrent one, whose state is never used: its windows are then run as fast as those of
+    others. As it is where its type is not supported."""
+    if loaded.recurrent:
+        return loaded.model
+    try:
+        return add_recurrence(loaded.model, window=window)
+    except ValueError:
+        return loaded.model
 
 
 def _reading(loaded: Loaded, window: int | None) -> tuple[int, int | None]:

@@ -103,11 +103,10 @@ def perplexity(
     windows.check(size, overlap)
     counts = {name: _count(documents, name) for name in ("words", "bytes", "line_ends")}
     with evaluating(model), torch.inference_mode():
-        if recurrence is None or not use_state:
-            base = model.base if isinstance(model, RecurrentPreTrainedModel) else model
-            parts = _alone(base, documents, size, overlap, batch_size)
-        elif reset_every is not None:
-            parts = _pieces(model, documents, overlap, reset_every, batch_size)
+        if recurrence is None:
+            parts = _alone(model, documents, size, overlap, batch_size)
+        elif reset_every is not None or not use_state:  # without a state a document may be cut anywhere
+            parts = _pieces(model, documents, overlap, reset_every or WINDOWS_PER_CALL, batch_size, use_state)
         else:
             parts = _streams(model, documents, overlap, batch_size)
         nats, tokens = torch.zeros((), dtype=torch.float64), 0
@@ -147,12 +146,12 @@ def _alone(
 
 
 def _pieces(
-    model: PreTrainedModel, documents: Sequence[Any], overlap: int, reset_every: int, batch_size: int
+    model: PreTrainedModel, documents: Sequence[Any], overlap: int, windows: int, batch_size: int, use_state: bool
 ) -> Iterator[tuple[Tensor, int]]:
     """Training samples: each starts with an empty state."""
-    for batch in _batches(documents, model.config.recurrence.window, overlap, reset_every, batch_size):
+    for batch in _batches(documents, model.config.recurrence.window, overlap, windows, batch_size):
         scored = int((batch["labels"] != IGNORE).sum())
-        yield model(**_to(batch, model.device), overlap=overlap).nll_sum, scored
+        yield model(**_to(batch, model.device), overlap=overlap, use_state=use_state).nll_sum, scored
 
 
 def _streams(

@@ -78,9 +78,10 @@ class RecurrentTrainingArguments(TrainingArguments):
             raise ValueError("carry_state=True carries what use_state=False removes: choose one.")
         if self.freeze_base and not self.use_state:
             raise ValueError("freeze_base trains the recurrence alone and use_state=False the base alone: choose one.")
-        if self.accelerator_config is None:
-            self.accelerator_config = {"non_blocking": True}  # the next batch travels while this one is worked on
+        unsaid = self.accelerator_config is None
         super().__post_init__()
+        if unsaid and self.dataloader_pin_memory:  # the next batch travels while this one is worked on
+            self.accelerator_config.non_blocking = True  # type: ignore[union-attr]
 
 
 class NonFiniteLoss(ArithmeticError):

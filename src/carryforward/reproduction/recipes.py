@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe says what is compared: cells to train, and the texts each is scored on.
+
+A recipe is a YAML file, `experiments/WHAT/recipes/SETTING.yaml`:
+
+    about: what is compared, in a sentence or two
+    table: overlaps                 # what its results are shown as (see `tables`)
+    train: {model: bundled, ...}    # settings of `carryforward train`, for every cell
+    score:                          # a name for each text, and what `carryforward evaluate` is told
+      validation: {split: validation, max_document_tokens: 15000}
+      test: {split: test}
+    seeds: [0, 1]
+    cells:
+      plain: {train: {recurrence: false}, overlaps: [0, 50]}
+      recurrent-50: {train: {overlap: 50}, overlaps: [50], rates_of: rates/bundled/recurrent}
+
+With `rates_of` a cell takes the learning rates that the search of another one, experiments/rates/results/bundled/
+recurrent-seed0, has found the best.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ..loading import RUN_FILE
+from ..settings import TrainSettings
+
+KINDS = ("overlaps", "windows", "variants")
+_RATES = ("learning_rate", "recurrence_learning_rate")
+_SCORE = ("data", "split", "max_document_tokens", "batch_size", "control")  # of `evaluate`
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model to be trained.
+
+    Attributes:
+        label: its name in the recipe, shared by its seeds.
+        overlaps: what it is scored at.
+        texts: what it is scored on: by name, what `evaluate` is told.
+    """
+
+    label: str
+    settings: TrainSettings
+    overlaps: tuple[int, ...]
+    texts: dict[str, dict[str, Any]]
+    rates_of: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}-seed{self.settings.seed}"
+
+    def resolved(self) -> TrainSettings:
+        """Its settings, with the learning rates that another cell's search has chosen."""
+        if self.rates_of is None:
+            return self.settings
+        if not self.rates_of.exists():
+            raise ValueError(f"{self.label} takes its learning rates from {self.rates_of}: run that experiment first.")
+        record = json.loads(self.rates_of.read_text())
+        rates = record.get("chosen") or record["settings"]  # a single rate needed no search
+        return dataclasses.replace(self.settings, **{name: _cast(tuple[float, ...], rates[name]) for name in _RATES})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Cells in the order in which they are to be run, and how their results are shown."""
+
+    about: str
+    table: str
+    cells: tuple[Cell, ...]
+
+
+def read(path: Path, *, model: str | None = None, data: str | None = None) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        model, data: where this machine has the base model and the text, instead of where the recipe says.
+    """
+    import yaml
+
+    if not path.is_file():
+        found = ", ".join(sorted(other.stem for other in path.parent.glob("*.yaml")))
+        raise ValueError(f"{path}: no such recipe." + (f" Settings there: {found}." if found else ""))
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    given = _keys(path, content, ("about", "table", "train", "score", "cells"), ("seeds",))
+    if given["table"] not in KINDS:
+        raise ValueError(f"{path}: table {given['table']!r} is not one of {', '.join(KINDS)}.")
+    shared = dict(given["train"])
+    shared |= {name: value for name, value in (("model", model), ("data", data)) if value is not None}
+    texts = {name: _keys(f"{path}: score {name}", text, ("split",), _SCORE) for name, text in given["score"].items()}
+    cells = []
+    for label, cell in given["cells"].items():
+        where = f"{path}: cell {label}"
+        own = _keys(where, cell, ("overlaps",), ("train", "seeds", "texts", "rates_of"))
+        unknown = set(own.get("texts", texts)) - set(texts)
+        if unknown:
+            raise ValueError(f"{where}: texts {', '.join(unknown)} are not under `score`.")
+        for seed in own.get("seeds", given.get("seeds", [0])):
+            settings = _settings(where, shared | dict(own.get("train") or {}) | {"seed": seed})
+            scored = {name: text for name, text in texts.items() if name in own.get("texts", texts)}
+            cells.append(Cell(str(label), settings, tuple(own["overlaps"]), scored, _rates(path, own.get("rates_of"))))
+    cells.sort(key=lambda cell: cell.settings.seed)  # one seed of everything before the next
+    return Recipe(" ".join(given["about"].split()), given["table"], tuple(cells))
+
+
+def _rates(path: Path, cell: str | None) -> Path | None:
+    """The record of another experiment's cell, WHAT/SETTING/LABEL."""
+    if cell is None:
+        return None
+    what, setting, label = cell.split("/")
+    return path.parents[2] / what / "results" / setting / f"{label}-seed0" / RUN_FILE
+
+
+def _keys(where: Any, content: Any, needed: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
+    """A mapping with these keys, or a plain word about what is wrong with it."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: `name: value` lines are expected, not {content!r}.")
+    lacking, unknown = [key for key in needed if key not in content], set(content) - {*needed, *more}
+    if lacking or unknown:
+        what = f"{', '.join(lacking)} missing" if lacking else f"{', '.join(map(str, sorted(unknown)))} unknown"
+        raise ValueError(f"{where}: {what}. It has: {', '.join([*needed, *more])}.")
+    return content
+
+
+def _settings(where: str, given: dict[str, Any]) -> TrainSettings:
+    hints = get_type_hints(TrainSettings)
+    known = {field.name for field in dataclasses.fields(TrainSettings)}
+    unknown = set(given) - known
+    if unknown:
+        raise ValueError(f"{where}: {', '.join(sorted(unknown))} unknown to `carryforward train`.")
+    try:
+        return TrainSettings(**{name: _cast(hints[name], value) for name, value in given.items()})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _cast(hint: Any, value: Any) -> Any:
+    """A value of YAML, which takes 1e-4 for a word and knows no tuples, as a setting wants it."""
+    if isinstance(hint, UnionType):
+        if value is None:
+            return None
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    if get_origin(hint) is tuple:
+        return tuple(get_args(hint)[0](one) for one in (value if isinstance(value, list) else [value]))
+    if hint is bool and not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false.")
+    return hint(value)

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: what they say is run once, never twice, and told as it is."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import prose
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from carryforward.cli import app
+from carryforward.reproduction import claims, figures, publishing, recipes, running, tables
+from carryforward.reproduction.tables import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "experiments").glob("*/recipes/*.yaml"))
+
+CONTENT = {
+    "about": "A tiny model.",
+    "table": "overlaps",
+    "train": {
+        "model": "model", "data": "text", "window": 16, "windows_per_sample": 3, "batch_size": 2, "train_tokens": 300,
+        "eval_tokens": 300, "warmup_steps": 1, "max_validation_tokens": 60,
+    },
+    "score": {
+        "validation": {"split": "validation", "max_document_tokens": 60},
+        "test": {"split": "test", "max_document_tokens": 60},
+    },
+    "cells": {
+        "plain": {"train": {"recurrence": False, "learning_rate": "1e-4"}, "overlaps": [0, 4]},
+        "recurrent-4": {"train": {"overlap": 4}, "overlaps": [4], "rates_of": "table2/tiny/plain"},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An experiment with a tiny model, ready to run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CARRYFORWARD_CACHE", str(tmp_path / "cache"))
+    prose.save_model(tmp_path / "model")
+    prose.save_topics(tmp_path / "text")
+    write(CONTENT)
+    return tmp_path / "experiments"
+
+
+def write(content, setting="tiny"):
+    path = publishing.recipe_path(Path("experiments"), "table2", setting)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def reproduce(*more):
+    return CliRunner().invoke(app, ["reproduce", "table2", "--setting", "tiny", "--device", "cpu", *more])
+
+
+def changed(**more):
+    return {**CONTENT, **more}
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parents[1].name}-{path.stem}")
+def test_every_recipe_that_is_shipped_can_be_read(path):
+    recipe = recipes.read(path)
+    assert recipe.cells
+    labels = {cell.label for cell in recipe.cells}
+    for cell in recipe.cells:
+        assert cell.settings.max_validation_tokens == 15_000 or "wikitext" in cell.settings.data
+        if cell.rates_of is not None:  # a cell that exists, of a recipe that comes before
+            what, setting = cell.rates_of.parents[3].name, cell.rates_of.parents[1].name
+            other = recipes.read(publishing.recipe_path(ROOT / "experiments", what, setting))
+            assert cell.rates_of.parent.name in {c.name for c in other.cells}
+    if recipe.table == "overlaps":
+        assert {"plain", "recurrent-0"} <= labels
+
+
+def test_settings_are_what_training_wants(folder):
+    plain, recurrent = recipes.read(publishing.recipe_path(folder, "table2", "tiny")).cells
+    assert plain.settings.learning_rate == (1e-4,)  # YAML takes 1e-4 for a word
+    assert plain.settings.recurrence is False
+    assert (recurrent.settings.overlap, recurrent.name) == (4, "recurrent-4-seed0")
+
+
+def test_one_seed_of_everything_comes_before_the_next(folder):
+    recipe = recipes.read(write(changed(seeds=[0, 1])))
+    assert [cell.name for cell in recipe.cells] == ["plain-seed0", "recurrent-4-seed0", "plain-seed1", "recurrent-4-seed1"]  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"table": "overlaps"}, "about, train, score, cells missing"),
+        (changed(title="x"), "title unknown"),
+        (changed(table="pie"), "table 'pie' is not one of overlaps, windows, variants"),
+        (changed(cells={"plain": {"train": {"windwo": 3}, "overlaps": [0]}}), "cell plain: windwo unknown"),
+        (changed(cells={"plain": {"train": {"recurrence": "no"}, "overlaps": [0]}}), "'no' is neither true nor false"),
+        (changed(cells={"plain": {"train": {"batch_size": 0}, "overlaps": [0]}}), "--batch-size 0"),
+        (changed(cells={"plain": {"overlaps": [0], "texts": ["tset"]}}), "texts tset are not under `score`"),
+        (changed(score={"test": {"split": "test", "overlap": 3}}), "score test: overlap unknown"),
+        ([1, 2], "`name: value` lines are expected"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(content, told, folder):
+    with pytest.raises(ValueError, match=told):
+        recipes.read(write(content))
+
+
+def test_a_recipe_that_is_not_there(folder):
+    result = CliRunner().invoke(app, ["reproduce", "table2", "--setting", "gpt3"])
+    assert result.exit_code == 2
+    assert "no such recipe. Settings there: tiny." in result.stderr
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_from_beginning_to_end(folder, monkeypatch):
+    result = reproduce()
+    assert result.exit_code == 0, result.stderr
+    results = publishing.results_path(folder, "table2", "tiny")
+    found = {path.relative_to(results).as_posix() for path in results.rglob("*.json")}
+    assert found == {f"{cell}/{file}.json" for cell in ("plain-seed0", "recurrent-4-seed0") for file in ("run", "validation")}  # fmt: skip  # noqa: E501
+    record = json.loads((results / "recurrent-4-seed0/run.json").read_text())
+    assert record["settings"]["learning_rate"] == [1e-4], "the rates of the plain cell"
+    rows = tables.rows_of(results)
+    shown = {(row.label, row.overlap, row.use_state) for row in rows}
+    assert shown == {("plain", 0, False), ("plain", 4, False), ("recurrent-4", 4, True), ("recurrent-4", 4, False)}
+    page = (folder / "table2/README.md").read_text()
+    kept = next(row for row in rows if row.use_state)
+    assert f"{kept.perplexity:,.2f}" in page
+    assert (folder / "table2/tiny.png").exists()
+    assert "by overlap, 4:" in (folder / "CLAIMS.md").read_text()
+
+    # what is finished is not run again, and the test split only when asked for
+    monkeypatch.setattr(running, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    monkeypatch.setattr(running, "evaluate", lambda *args, **kwargs: pytest.fail("scored again"))
+    assert reproduce().exit_code == 0
+    monkeypatch.undo()
+    monkeypatch.chdir(folder.parent)
+    before = (results / "plain-seed0/validation.json").stat().st_mtime_ns
+    assert reproduce("--test", "--cell", "plain", "--no-keep-models").exit_code == 0
+    assert (results / "plain-seed0/test.json").exists()
+    assert not (results / "recurrent-4-seed0/test.json").exists()
+    assert (results / "plain-seed0/validation.json").stat().st_mtime_ns == before
+    assert not Path("runs/table2/tiny/plain-seed0").exists()
+    assert Path("runs/table2/tiny/recurrent-4-seed0/model.safetensors").exists()
+
+    # results of another recipe are not mixed with these
+    write(changed(train={**CONTENT["train"], "train_tokens": 400}))
+    refused = reproduce()
+    assert refused.exit_code == 2
+    assert "train_tokens: 300 there, 400 in the recipe" in refused.stderr
+    assert reproduce("--tables-only").exit_code == 0
+
+
+def test_a_run_that_was_stopped_goes_on_with_what_is_missing(folder, monkeypatch):
+    real, calls = running.evaluate, []
+
+    def fails_once(name, *args, **kwargs):
+        calls.append(name)
+        if len(calls) == 1:
+            raise OSError("disk full")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(running, "evaluate", fails_once)
+    assert reproduce("--cell", "plain").exit_code == 1
+    weights = Path("runs/table2/tiny/plain-seed0/model.safetensors")
+    trained = weights.stat().st_mtime_ns
+    assert reproduce("--cell", "plain").exit_code == 0
+    assert weights.stat().st_mtime_ns == trained
+    assert len(calls) == 2
+
+
+def test_a_cell_that_waits_for_another(folder):
+    result = reproduce("--cell", "recurrent-4")
+    assert result.exit_code == 2
+    assert "run that experiment first" in result.stderr
+    unknown = reproduce("--cell", "recurrent-5")
+    assert "this recipe has plain, recurrent-4" in unknown.stderr
+
+
+# --- what is told ---------------------------------------------------------------------------------------------------
+
+PAPER = {  # table 2, test
+    "plain": {0: 147.71, 5: 142.30, 10: 139.49, 30: 134.30, 50: 131.25, 75: 128.46,
+              100: 126.51, 150: 123.53, 200: 121.40},
+    "recurrent": {0: 133.02, 5: 128.78, 10: 127.05, 30: 122.22, 50: 119.93},
+}  # fmt: skip
+
+
+def row(label, overlap, perplexity, *, trained=None, window=300, use_state=None, seed=0, text="test"):
+    state = trained is not None if use_state is None else use_state
+    cost = 1.75e8 * window / (window - overlap)
+    return Row(label, seed, text, "books", window, trained, overlap, state, perplexity, cost)
+
+
+def paper_rows():
+    rows = [row("plain", overlap, value) for overlap, value in PAPER["plain"].items()]
+    return rows + [row(f"recurrent-{o}", o, value, trained=o) for o, value in PAPER["recurrent"].items()]
+
+
+def results(overlaps=(), windows=(), variants=()):
+    return claims.Results(overlaps, windows, variants)
+
+
+def test_the_papers_own_numbers_bear_out_its_claims():
+    found = results(paper_rows())
+    for judge in (claims.c1, claims.c2, claims.c3, claims.c4):
+        assert judge(found).holds is True
+    assert "0: -9.9 %" in claims.c1(found).told
+    assert "119.93; plain at 200: 121.40 (-1.2 %), for 2.10e8 against 5.25e8" in claims.c4(found).told
+
+
+def test_claims_that_do_not_hold():
+    rows = [replace(r, perplexity=r.perplexity * 1.2) if r.recurrent else r for r in paper_rows()]
+    for judge in (claims.c1, claims.c2, claims.c3, claims.c4):
+        assert judge(results(rows)).holds is False
+    dear = [replace(r, flops=4e8) if r.recurrent else r for r in paper_rows()]
+    assert claims.c4(results(dear)).holds is False, "not for under half the FLOPs"
+
+
+def test_claims_about_windows():
+    plain = [row("plain", 0, p, window=w) for w, p in ((200, 160.0), (300, 147.0), (400, 140.0))]
+    recurrent = [row("r", 0, p, window=w, trained=0) for w, p in ((200, 140.0), (300, 132.0), (400, 129.0))]
+    # attention makes a longer window dearer
+    rows = [replace(r, flops=1e8 * (1 + r.window / 1000)) for r in [*plain, *recurrent]]
+    verdict = claims.c5(results(windows=rows))
+    assert verdict.holds is True
+    assert "200: 12.5 %" in verdict.told
+    assert "3 of 3 recurrent points" in verdict.told
+    cheap = replace(rows[0], overlap=50, perplexity=120.0, flops=1e8)  # plain, better than all for less
+    assert claims.c5(results(windows=[*rows, cheap])).holds is False
+    narrower = [replace(r, perplexity=159.0) if r.recurrent and r.window == 200 else r for r in rows]
+    assert claims.c5(results(windows=narrower)).holds is False
+
+
+def test_claims_about_texts_overlaps_and_alternatives():
+    books, articles = results(paper_rows()), results([row("plain", 0, 30.47), row("r", 0, 29.01, trained=0)])
+    assert claims.c8(books, articles).holds is True
+    assert claims.c8(articles, books).holds is False
+    other = row("recurrent-0", 50, 121.0, trained=0)
+    assert claims.c9(results([*paper_rows(), other])).holds is True
+    assert claims.c9(results([*paper_rows(), replace(other, perplexity=130.0)])).holds is False
+    variants = [row("paper", 0, 100.0, trained=0), row("late-layer", 0, 102.0, trained=0)]
+    variants.append(row("max-pooling", 0, 99.5, trained=0))
+    assert claims.c10(results(variants=variants)).holds is True
+    assert claims.c11(results(variants=variants)).holds is True
+    assert claims.c11(results(variants=[*variants, row("four-slots", 0, 98.0, trained=0)])).holds is False
+
+
+def test_what_was_not_measured_is_said():
+    page = claims.page({"bundled": {"books": results()}})
+    assert page.count("not measured yet") == len(claims.CLAIMS)
+
+
+def test_tables_of_several_seeds():
+    rows = [row("plain", 0, 100.0), row("plain", 0, 102.0, seed=1), row("r", 0, 90.0, trained=0)]
+    rows += [row("r", 0, 92.0, trained=0, seed=1), row("r", 0, 101.0, trained=0, use_state=False)]
+    table = tables.overlaps(rows)
+    assert "| 0 | 1.75e8 | 101.00 ± 1.00 | 91.00 ± 1.00 | -9.9 % | 101.00 |" in table
+    assert "-9.9 %" in tables.variants(rows)
+    assert "101.00 ± 1.00 (1.75e8)" in tables.windows(rows)
+    with pytest.raises(ValueError, match="different texts: books; other books"):
+        tables.markdown("overlaps", [*rows, replace(rows[0], title="other books")])
+
+
+def test_an_overlap_that_was_not_trained_at_has_a_table_of_its_own():
+    table = tables.overlaps([*paper_rows(), row("recurrent-0", 50, 121.13, trained=0)])
+    assert "| 50 | 2.10e8 | 131.25 | 119.93 | -8.6 % | – |" in table
+    assert "| 0 | 50 | 121.13 | +1.0 % |" in table
+
+
+def test_learning_rates_that_were_tried(tmp_path):
+    search = [{"rates": [1e-4, 1e-3], "word_perplexity": 12.5}, {"rates": [3e-4, 1e-3], "word_perplexity": None}]
+    record = {"settings": {"recurrence": True}, "search": search}
+    (tmp_path / "a-seed0").mkdir()
+    (tmp_path / "a-seed0/run.json").write_text(json.dumps({**record, "search": []}))
+    assert tables.searches(tmp_path) == ""
+    chosen = {"learning_rate": 1e-4, "recurrence_learning_rate": 1e-3}
+    (tmp_path / "a-seed0/run.json").write_text(json.dumps({**record, "chosen": chosen}))
+    table = tables.searches(tmp_path)
+    assert "| a-seed0 | 0.0001 | 0.001 | 12.50 | chosen |" in table
+    assert "| a-seed0 | 0.0003 | 0.001 | not finite |  |" in table
+
+
+def test_the_frontier():
+    points = [(1.0, 10.0), (2.0, 8.0), (2.5, 9.0), (3.0, 8.0), (4.0, 7.0), (1.0, 11.0)]
+    assert figures.frontier(points) == [(1.0, 10.0), (2.0, 8.0), (4.0, 7.0)]
