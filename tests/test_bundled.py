@@ -12,10 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 import carryforward as cf
-from carryforward.cli import _spread, app
+from carryforward.cli import app
 from carryforward.data import python_docs
 from carryforward.data.corpora import open_corpus
 from carryforward.loading import load_recurrent
+from carryforward.options import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED = ROOT / "src/carryforward/bundled"
@@ -23,7 +24,7 @@ BUNDLED = ROOT / "src/carryforward/bundled"
 
 def invoke(*arguments):
     """The command line, in this process."""
-    return CliRunner().invoke(app, _spread(list(map(str, arguments))))
+    return CliRunner().invoke(app, spread(list(map(str, arguments))))
 
 
 # --- the model -----------------------------------------------------------------------------------------------------
@@ -190,4 +191,4 @@ def test_own_text(tmp_path):
 
 
 def test_text_takes_several_files():
-    assert _spread(["demo", "--text", "a", "b", "--seed", "1"]) == ["demo", "--text", "a", "--text", "b", "--seed", "1"]
+    assert spread(["demo", "--text", "a", "b", "--seed", "1"]) == ["demo", "--text", "a", "--text", "b", "--seed", "1"]

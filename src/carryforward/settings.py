@@ -57,6 +57,7 @@ class TrainSettings:
     pooled_layers: str | None = _recurrence(None, "all, last, or below (all).")
     hidden_sizes: tuple[int, ...] | None = _recurrence(None, "Hidden layers of the module (200 200 200).")
     residual: bool | None = _recurrence(None, "Carry what was pooled, plus what the module adds to it.")
+    init_std: float | None = _recurrence(None, "Spread of the module's last layer at the start (0.02).")
     state_per_layer: bool | None = _recurrence(None, "A state of its own for each of several layers.")
     bptt_windows: int | None = _recurrence(None, "Detach the state after every so many windows.")
     keep_windows: str | None = _recurrence(None, "Windows of a sample that keep their activations (auto).")
@@ -103,7 +104,7 @@ class TrainSettings:
 
     def recurrence_fields(self) -> dict[str, Any]:
         """The fields of `RecurrenceConfig` that were given."""
-        names = ("window", "overlap", "slots", "pooling", "pooled_layers", "hidden_sizes", "residual",
+        names = ("window", "overlap", "slots", "pooling", "pooled_layers", "hidden_sizes", "residual", "init_std",
                  "state_per_layer", "bptt_windows")  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.keep_windows is not None:

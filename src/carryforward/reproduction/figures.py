@@ -8,7 +8,7 @@ from typing import Any
 
 from ..figure import Line, draw
 from ..files import written_whole
-from .tables import Row, mean, split
+from .tables import BESIDE, Row, mean, split
 
 
 def write(kind: str, rows: Sequence[Row], stem: Path) -> list[Path]:
@@ -123,4 +123,6 @@ def _finish(axes: Any, title: str, across: str) -> None:
 
 
 def _by_text(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    return {text: [row for row in rows if row.text == text] for text in dict.fromkeys(row.text for row in rows)}
+    """A panel for each text; those beside the main one are left to the tables."""
+    texts = [text for text in dict.fromkeys(row.text for row in rows) if not text.startswith(BESIDE)]
+    return {text: [row for row in rows if row.text == text] for text in texts}

@@ -63,7 +63,7 @@ def _claims(folder: Path) -> str:
         rows = {kind: tables.rows_of(results_path(folder, what, path.stem)) for kind, what in PARTS.items()}
         if any(rows.values()):
             found[path.stem] = {
-                text: Results(*(_final(some, text) for some in rows.values())) for text in ("books", "wikitext")
+                text: Results(*(_final(some, text) for some in rows.values())) for text in ("books", tables.BESIDE)
             }
     intro = (
         "# The paper's claims, here\n\n"
@@ -75,7 +75,7 @@ def _claims(folder: Path) -> str:
 
 def _final(rows: Sequence[Row], text: str) -> list[Row]:
     """The rows of one kind of text: of its test split where it was scored, else of validation."""
-    some = [row for row in rows if row.text.startswith("wikitext") == (text == "wikitext")]
+    some = [row for row in rows if row.text.startswith(tables.BESIDE) == (text == tables.BESIDE)]
     test = [row for row in some if "test" in row.text]
     return test or some
 

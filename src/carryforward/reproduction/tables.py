@@ -11,6 +11,8 @@ from typing import Any
 from ..loading import RUN_FILE
 from ..report import load
 
+BESIDE = "wikitext"  # how the names of texts begin that are scored beside the books
+
 
 @dataclass(frozen=True)
 class Row:
