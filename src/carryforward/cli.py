@@ -305,11 +305,13 @@ def reproduce(
     with _told_plainly():
         from .reproduction import publishing, recipes, running
 
-        recipe = recipes.read(publishing.recipe_path(experiments, what, setting), model=model, data=data)
+        if device not in (None, "cpu"):
+            raise ValueError(f"--device {device}: cells run on the best device there is, or on cpu. Leave it out.")
+        recipe = recipes.read(recipes.path_of(experiments, what, setting), model=model, data=data)
         if not tables_only:
             running.run(
-                recipe, publishing.results_path(experiments, what, setting), work / what / setting,
-                labels=tuple(cell or ()), test=test, keep_models=keep_models, use_cpu=device == "cpu",
+                recipe, work / what / setting, labels=tuple(cell or ()), test=test, keep_models=keep_models,
+                use_cpu=device == "cpu",
             )  # fmt: skip
         for page in publishing.publish(experiments):
             typer.echo(page)

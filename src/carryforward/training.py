@@ -52,33 +52,35 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
 
     def job(chosen: TrainSettings, folder: Path) -> RecurrentTrainer:
         arguments = _arguments(chosen, folder, report_to, use_cpu)
+        loaded = load_causal(settings.model)
+        base = checkpoints.fingerprint(loaded.model)
         set_seed(chosen.seed)  # the new parameters' first values
-        model = _recurrent(load_causal(settings.model), chosen)
+        model = _recurrent(loaded, chosen)
         model.fast_path = settings.fast_path  # type: ignore[assignment]  # `settings` has checked it
         trainer = RecurrentTrainer(model, arguments, train_documents, validation, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(Show(trainer))
         # not before all is known to fit: a corrected command may use the folder
-        run.begin({"data": data, "processes": begin.world_size, "window": model.config.recurrence.window})
+        told = {"data": data, "processes": begin.world_size, "window": model.config.recurrence.window}
+        run.begin({**told, "base": base})
         return trainer
 
     stop = StopGently()
     with stop.listening(signal.SIGINT, signal.SIGTERM):
         trainer = job(_search(settings, run, job, stop), out)
-        started = time.monotonic()
         _train(trainer, run, stop)
     if begin.should_save:
         model = trainer.accelerator.unwrap_model(trainer.model)
         with checkpoints.written_beside(out) as beside:
             (model if settings.recurrence else model.base).save_pretrained(beside)
             tokenizer.save_pretrained(beside)
-    run.finish(_outcome(trainer, time.monotonic() - started))
+    run.finish(_outcome(trainer))
     trainer.accelerator.wait_for_everyone()
     return run.record
 
 
-def _outcome(trainer: RecurrentTrainer, seconds: float) -> dict[str, Any]:
+def _outcome(trainer: RecurrentTrainer) -> dict[str, Any]:
     history = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     for entry in history:
         entry["tokens"] = trainer.tokens_after(int(entry["step"]))
@@ -86,7 +88,6 @@ def _outcome(trainer: RecurrentTrainer, seconds: float) -> dict[str, Any]:
         **provenance(str(trainer.args.device)),
         "steps": trainer.state.global_step,
         "tokens": trainer.tokens_after(trainer.state.global_step),
-        "seconds": seconds,  # of the last session
         "best_step": trainer.state.best_global_step,
         "best_word_perplexity": trainer.state.best_metric,
         "history": history,
@@ -211,9 +212,13 @@ def _try(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> float | None:
 def _train(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> None:
     """Train from the newest checkpoint, if there is one, until the end or a signal."""
     trainer.add_callback(stop)
+    started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=True)
     finally:
+        # of all that was done, searches and what was stopped included
+        run.record["seconds"] = run.record.get("seconds", 0.0) + time.monotonic() - started
+        run.write()
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)  # the bar, if it failed
     if stop.stopped or stop.requested:
         step = trainer.state.global_step

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a recipe's results show, as figures: perplexity against FLOPs (table 2, figure 5), against window (figure 4)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from .tables import BESIDE, Row, mean, split
 
 def write(kind: str, rows: Sequence[Row], stem: Path) -> list[Path]:
     """Draw a recipe's figures beside `stem`; their paths. Needs matplotlib."""
-    made = {}
-    if kind == "overlaps":
-        made[""] = draw({text: _lines(some) for text, some in _by_text(rows).items()})
-    if kind == "windows":
-        made["-window"] = _against_window(_by_text(rows))
-        made["-flops"] = _against_flops(_by_text(rows))
+    made, texts = {}, _by_text(rows)
+    if kind == "overlaps" and texts:
+        made[""] = draw({text: _lines(some) for text, some in texts.items()})
+    if kind == "windows" and texts:
+        made["-window"] = _against_window(texts)
+        made["-flops"] = _against_flops(texts)
     paths = []
     for ending, figure in made.items():
         paths.append(stem.with_name(f"{stem.name}{ending}.png"))
@@ -40,7 +41,7 @@ def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """A line for each overlap of the plain model, and for each the recurrent ones were trained at; one row a window,
     the seeds' mean."""
     found: dict[str, list[Row]] = {}
-    plain, recurrent, _ = split(rows)
+    plain, recurrent, _ = split(row for row in rows if row.matched)
     for name, some in (("plain", plain), ("recurrent", recurrent)):
         for overlap in sorted({row.overlap for row in some}):
             line = [row for row in some if row.overlap == overlap]
@@ -56,7 +57,7 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 def _lines(rows: Sequence[Row]) -> list[Line]:
     """For `figure.draw`: the plain model, and the recurrent ones at the overlaps they were trained at."""
-    plain, recurrent, removed = split([row for row in rows if not row.recurrent or row.trained == row.overlap])
+    plain, recurrent, removed = split(rows)
 
     def points(some: Sequence[Row]) -> list[tuple[float, float, str]]:
         overlaps = sorted({row.overlap for row in some})
@@ -124,5 +125,5 @@ def _finish(axes: Any, title: str, across: str) -> None:
 
 def _by_text(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """A panel for each text; those beside the main one are left to the tables."""
-    texts = [text for text in dict.fromkeys(row.text for row in rows) if not text.startswith(BESIDE)]
-    return {text: [row for row in rows if row.text == text] for text in texts}
+    shown = [row for row in rows if not row.text.startswith(BESIDE) and row.matched and math.isfinite(row.perplexity)]
+    return {text: [row for row in shown if row.text == text] for text in dict.fromkeys(row.text for row in shown)}

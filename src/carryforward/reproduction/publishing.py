@@ -2,33 +2,29 @@
 """Pages from results: `experiments/WHAT/README.md` with tables and figures of every setting, and the claims page."""
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..files import written_whole
 from . import claims, figures, recipes, tables
-from .claims import Results
-from .tables import Row
+from .claims import Part, Results
+from .tables import Found
 
 logger = logging.getLogger(__name__)
 
-PARTS = {"overlaps": "table2", "windows": "windows", "alternatives": "alternatives"}
 _NOTE = "Written by `carryforward reproduce`; every number comes from a JSON file in `results/`."
-
-
-def recipe_path(folder: Path, what: str, setting: str) -> Path:
-    return folder / what / "recipes" / f"{setting}.yaml"
-
-
-def results_path(folder: Path, what: str, setting: str) -> Path:
-    return folder / what / "results" / setting
+_TABLE1, _TABLE2, _WINDOWS, _VARIANTS = "table1", "table2", "windows", "alternatives"
+_NOTHING = Found([], {}, ["everything"], ["everything"])
 
 
 def publish(folder: Path) -> list[Path]:
-    """Write every page anew; which they are."""
+    """Write every page anew; which they are. What is wrong with one is said, and keeps none of the others back."""
     made = []
     for what in sorted({path.parents[1].name for path in folder.glob("*/recipes/*.yaml")}):
-        page = _page(folder, what)
+        try:
+            page = _page(folder, what)
+        except ValueError as error:
+            logger.warning("the page of %s is left as it was: %s", what, error)
+            continue
         if page is not None:
             made.append(_write(folder / what / "README.md", page))
     made.append(_write(folder / "CLAIMS.md", _claims(folder)))
@@ -39,45 +35,63 @@ def _page(folder: Path, what: str) -> str | None:
     """What one experiment showed, setting by setting; None before there is anything."""
     sections = []
     for path in sorted((folder / what / "recipes").glob("*.yaml")):
-        results = results_path(folder, what, path.stem)
-        rows = tables.rows_of(results)
-        if not rows:
-            continue
         recipe = recipes.read(path)
-        section = [f"## {path.stem}", "", recipe.about, "", tables.markdown(recipe.table, rows)]
+        found = tables.find(recipe)
+        if not found.rows:
+            continue
+        parts = [f"## {path.stem}", "", recipe.about, "", tables.markdown(recipe.table, found.rows)]
         try:
-            made = figures.write(recipe.table, rows, folder / what / path.stem)
-            section += [f"![{figure.stem}]({figure.name})\n" for figure in made]
+            made = figures.write(recipe.table, found.rows, folder / what / path.stem)
+            parts += [f"![{figure.stem}]({figure.name})\n" for figure in made]
         except ImportError as error:
             logger.warning("figures of %s are left out: %s", what, error)
-        tried = tables.searches(results)
-        sections.append("\n".join([*section, *([f"{tried}\n"] if tried else []), tables.origin(results)]))
-    if not sections:
-        return None
-    return "\n\n".join([f"# {what}", _NOTE, *sections]) + "\n"
+        parts += [f"{part}\n" for part in (tables.searches(found.runs),) if part]
+        parts += [tables.origin(found.runs)]
+        parts += [f"Not finished, or not with these settings: {', '.join(found.unfinished)}."] * bool(found.unfinished)
+        sections.append("\n".join(parts))
+    return "\n\n".join([f"# {what}", _NOTE, *sections]) + "\n" if sections else None
 
 
 def _claims(folder: Path) -> str:
-    found: dict[str, dict[str, Results]] = {}
-    for path in sorted((folder / PARTS["overlaps"] / "recipes").glob("*.yaml")):
-        rows = {kind: tables.rows_of(results_path(folder, what, path.stem)) for kind, what in PARTS.items()}
-        if any(rows.values()):
-            found[path.stem] = {
-                text: Results(*(_final(some, text) for some in rows.values())) for text in ("books", tables.BESIDE)
-            }
-    intro = (
-        "# The paper's claims, here\n\n"
-        "Held against text and models that can be had: no figure here is one of PG-19, and no model is the paper's.\n"
-        f"{_NOTE} C6 and C7 are about continuations and question answering.\n"
-    )
-    return f"{intro}\n{claims.page(found)}\n" if found else f"{intro}\nNothing is measured yet.\n"
+    settings, notes = {}, []
+    for path in sorted((folder / _TABLE2 / "recipes").glob("*.yaml")):
+        found = {what: _find(folder, what, path.stem) for what in (_TABLE1, _TABLE2, _WINDOWS, _VARIANTS)}
+        if not any(some.rows for some in found.values()):
+            continue
+        articles = found[_TABLE1] if found[_TABLE1].rows else found[_TABLE2]
+        parts = {
+            "overlaps": _part(found[_TABLE2], beside=False),
+            "beside": _part(articles, beside=articles is found[_TABLE2]),
+            "windows": _part(found[_WINDOWS], beside=False),
+            "variants": _part(found[_VARIANTS], beside=False),
+        }
+        settings[path.stem] = Results(**parts)
+        texts = [f"{name} on {part.rows[0].title}" for name, part in parts.items() if part.rows]
+        seeds = sorted({row.seed for part in parts.values() for row in part.rows})
+        trained = ". The models scored on WikiText were trained on books" * (articles is found[_TABLE2])
+        notes.append(f"* {path.stem}: {'; '.join(texts)}; seeds {', '.join(map(str, seeds))}{trained}.")
+    intro = f"# The paper's claims, here\n\n{_NOTE}\nC6 and C7 are about continuations and question answering.\n"
+    if not settings:
+        return f"{intro}\nNothing is measured yet.\n"
+    if "paper" not in settings:
+        intro += "No model here is the paper's, and no figure is one of PG-19.\n"
+    return "\n".join([intro, claims.page(settings), "", *notes]) + "\n"
 
 
-def _final(rows: Sequence[Row], text: str) -> list[Row]:
-    """The rows of one kind of text: of its test split where it was scored, else of validation."""
-    some = [row for row in rows if row.text.startswith(tables.BESIDE) == (text == tables.BESIDE)]
-    test = [row for row in some if "test" in row.text]
-    return test or some
+def _find(folder: Path, what: str, setting: str) -> Found:
+    path = recipes.path_of(folder, what, setting)
+    try:
+        return tables.find(recipes.read(path)) if path.exists() else _NOTHING
+    except ValueError as error:
+        logger.warning("%s counts for no claim: %s", path, error)
+        return _NOTHING
+
+
+def _part(found: Found, beside: bool) -> Part:
+    """The rows of one text, of the books or beside them: of the test split if every cell has been scored on it."""
+    rows = [row for row in found.rows if row.text.startswith(tables.BESIDE) == beside]
+    split = "test" if not found.untested and any(row.split == "test" for row in rows) else "validation"
+    return Part([row for row in rows if row.split == split], complete=not found.unfinished)
 
 
 def _write(path: Path, text: str) -> Path:

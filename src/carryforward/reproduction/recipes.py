@@ -12,10 +12,11 @@ A recipe is a YAML file, `experiments/WHAT/recipes/SETTING.yaml`:
     seeds: [0, 1]
     cells:
       plain: {train: {recurrence: false}, overlaps: [0, 50]}
-      recurrent-50: {train: {overlap: 50}, overlaps: [50], rates_of: rates/bundled/recurrent}
+      recurrent-50: {train: {overlap: 50}, overlaps: [50], rates_of: rates/recurrent}
+      recurrent-0: {same_as: table2/recurrent-0, overlaps: [0]}
 
-With `rates_of` a cell takes the learning rates that the search of another one, experiments/rates/results/bundled/
-recurrent-seed0, has found the best.
+With `rates_of` a cell takes the learning rates that the search of another one has found the best; with `same_as` it is
+another one. Both name an experiment and a cell of the same setting.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from ..loading import RUN_FILE
 from ..settings import TrainSettings
 
 KINDS = ("overlaps", "windows", "variants")
-_RATES = ("learning_rate", "recurrence_learning_rate")
+RATES = ("learning_rate", "recurrence_learning_rate")
 _SCORE = ("data", "split", "max_document_tokens", "batch_size", "control")  # of `evaluate`
 
 
@@ -40,15 +41,20 @@ class Cell:
 
     Attributes:
         label: its name in the recipe, shared by its seeds.
+        folder: where its results are.
         overlaps: what it is scored at.
         texts: what it is scored on: by name, what `evaluate` is told.
+        rates_of: the record of the run whose learning rates it takes.
+        borrowed: another experiment's, which runs it.
     """
 
     label: str
     settings: TrainSettings
+    folder: Path
     overlaps: tuple[int, ...]
     texts: dict[str, dict[str, Any]]
     rates_of: Path | None = None
+    borrowed: bool = False
 
     @property
     def name(self) -> str:
@@ -62,7 +68,7 @@ class Cell:
             raise ValueError(f"{self.label} takes its learning rates from {self.rates_of}: run that experiment first.")
         record = json.loads(self.rates_of.read_text())
         rates = record.get("chosen") or record["settings"]  # a single rate needed no search
-        return dataclasses.replace(self.settings, **{name: _cast(tuple[float, ...], rates[name]) for name in _RATES})
+        return dataclasses.replace(self.settings, **{name: _cast(tuple[float, ...], rates[name]) for name in RATES})
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,41 @@ class Recipe:
     cells: tuple[Cell, ...]
 
 
+def path_of(experiments: Path, what: str, setting: str) -> Path:
+    return experiments / what / "recipes" / f"{setting}.yaml"
+
+
 def read(path: Path, *, model: str | None = None, data: str | None = None) -> Recipe:
     """Read a recipe.
 
     Args:
         model, data: where this machine has the base model and the text, instead of where the recipe says.
     """
+    given = _content(path)
+    shared = dict(given["train"])
+    shared |= {name: value for name, value in (("model", model), ("data", data)) if value is not None}
+    texts = {name: _keys(f"{path}: score {name}", text, ("split",), _SCORE) for name, text in given["score"].items()}
+    cells: list[Cell] = []
+    for label, content in given["cells"].items():
+        where = f"{path}: cell {label}"
+        own = _keys(where, content, ("overlaps",), ("train", "seeds", "texts", "rates_of", "same_as"))
+        unknown = set(own.get("texts", texts)) - set(texts)
+        if unknown:
+            raise ValueError(f"{where}: texts {', '.join(unknown)} are not under `score`.")
+        scored = {name: text for name, text in texts.items() if name in own.get("texts", texts)}
+        for seed in own.get("seeds", given.get("seeds", [0])):
+            if "same_as" in own:
+                cells.append(_borrowed(where, path, label, own, seed, scored, model, data))
+                continue
+            settings = _settings(where, shared | dict(own.get("train") or {}) | {"seed": seed})
+            rates = _elsewhere(where, path, own["rates_of"], 0) / RUN_FILE if "rates_of" in own else None
+            folder = path.parents[1] / "results" / path.stem / f"{label}-seed{seed}"
+            cells.append(Cell(str(label), settings, folder, tuple(own["overlaps"]), scored, rates))
+    cells.sort(key=lambda cell: cell.settings.seed)  # one seed of everything before the next
+    return Recipe(" ".join(given["about"].split()), given["table"], tuple(cells))
+
+
+def _content(path: Path) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
@@ -92,30 +127,37 @@ def read(path: Path, *, model: str | None = None, data: str | None = None) -> Re
     given = _keys(path, content, ("about", "table", "train", "score", "cells"), ("seeds",))
     if given["table"] not in KINDS:
         raise ValueError(f"{path}: table {given['table']!r} is not one of {', '.join(KINDS)}.")
-    shared = dict(given["train"])
-    shared |= {name: value for name, value in (("model", model), ("data", data)) if value is not None}
-    texts = {name: _keys(f"{path}: score {name}", text, ("split",), _SCORE) for name, text in given["score"].items()}
-    cells = []
-    for label, cell in given["cells"].items():
-        where = f"{path}: cell {label}"
-        own = _keys(where, cell, ("overlaps",), ("train", "seeds", "texts", "rates_of"))
-        unknown = set(own.get("texts", texts)) - set(texts)
-        if unknown:
-            raise ValueError(f"{where}: texts {', '.join(unknown)} are not under `score`.")
-        for seed in own.get("seeds", given.get("seeds", [0])):
-            settings = _settings(where, shared | dict(own.get("train") or {}) | {"seed": seed})
-            scored = {name: text for name, text in texts.items() if name in own.get("texts", texts)}
-            cells.append(Cell(str(label), settings, tuple(own["overlaps"]), scored, _rates(path, own.get("rates_of"))))
-    cells.sort(key=lambda cell: cell.settings.seed)  # one seed of everything before the next
-    return Recipe(" ".join(given["about"].split()), given["table"], tuple(cells))
+    return given
 
 
-def _rates(path: Path, cell: str | None) -> Path | None:
-    """The record of another experiment's cell, WHAT/SETTING/LABEL."""
-    if cell is None:
-        return None
-    what, setting, label = cell.split("/")
-    return path.parents[2] / what / "results" / setting / f"{label}-seed0" / RUN_FILE
+def _elsewhere(where: str, path: Path, named: str, seed: int) -> Path:
+    """The results of another experiment's cell, WHAT/LABEL, with this one's setting."""
+    what, slash, label = str(named).partition("/")
+    if not slash:
+        raise ValueError(f"{where}: {named} must be EXPERIMENT/CELL.")
+    return path.parents[2] / what / "results" / path.stem / f"{label}-seed{seed}"
+
+
+def _borrowed(
+    where: str,
+    path: Path,
+    label: str,
+    own: dict[str, Any],
+    seed: int,
+    texts: dict[str, dict[str, Any]],
+    model: str | None,
+    data: str | None,
+) -> Cell:
+    folder = _elsewhere(where, path, own["same_as"], seed)
+    if "train" in own or "rates_of" in own:
+        raise ValueError(f"{where}: it is {own['same_as']}, and has no settings of its own.")
+    other = read(path_of(path.parents[2], folder.parents[2].name, path.stem), model=model, data=data)
+    for cell in other.cells:
+        if cell.folder == folder:
+            return dataclasses.replace(
+                cell, label=str(label), overlaps=tuple(own["overlaps"]), texts=texts, borrowed=True
+            )
+    raise ValueError(f"{where}: there is no cell {own['same_as']} with seed {seed}.")
 
 
 def _keys(where: Any, content: Any, needed: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
@@ -131,8 +173,7 @@ def _keys(where: Any, content: Any, needed: Sequence[str], more: Sequence[str] =
 
 def _settings(where: str, given: dict[str, Any]) -> TrainSettings:
     hints = get_type_hints(TrainSettings)
-    known = {field.name for field in dataclasses.fields(TrainSettings)}
-    unknown = set(given) - known
+    unknown = set(given) - {field.name for field in dataclasses.fields(TrainSettings)}
     if unknown:
         raise ValueError(f"{where}: {', '.join(sorted(unknown))} unknown to `carryforward train`.")
     try:

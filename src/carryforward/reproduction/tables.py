@@ -2,14 +2,13 @@
 """What a recipe's results show, as Markdown: perplexity against overlap, against window, or of one variant after the
 other. Several seeds are told as their mean and how far they are apart."""
 
-import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..loading import RUN_FILE
-from ..report import load
+from .recipes import Cell, Recipe
+from .results import differing, record_of, result_of
 
 BESIDE = "wikitext"  # how the names of texts begin that are scored beside the books
 
@@ -37,6 +36,7 @@ class Row:
     use_state: bool
     perplexity: float
     flops: float
+    split: str = "test"
 
     @property
     def recurrent(self) -> bool:
@@ -46,28 +46,69 @@ class Row:
     def control(self) -> bool:
         return self.recurrent and not self.use_state
 
+    @property
+    def matched(self) -> bool:
+        """Scored at the overlap it was trained at, if it was trained at one."""
+        return self.trained in (None, self.overlap)
 
-def rows_of(folder: Path) -> list[Row]:
-    """Every perplexity in a folder of results, cell by cell."""
-    found = []
-    for cell in sorted(path for path in folder.iterdir() if (path / RUN_FILE).exists()) if folder.is_dir() else []:
-        for file in sorted(cell.glob("*.json")):
-            if file.name == RUN_FILE:
+
+@dataclass(frozen=True)
+class Found:
+    """What there is of a recipe's results.
+
+    Attributes:
+        runs: the record of each cell's training, by its name.
+        unfinished: cells that lack something of validation text, or have results of other settings.
+        untested: cells that lack something of a test split.
+    """
+
+    rows: list[Row]
+    runs: dict[str, dict[str, Any]]
+    unfinished: list[str]
+    untested: list[str]
+
+
+def find(recipe: Recipe) -> Found:
+    """Read a recipe's results. Refuses to set models of different origin side by side."""
+    rows, runs, unfinished, untested = [], {}, [], []
+    origins: dict[str, set[str]] = {}
+    for cell in recipe.cells:
+        record = record_of(cell)
+        if record is None or differing(cell, record):
+            unfinished.append(cell.name)
+            untested.append(cell.name)
+            continue
+        runs[cell.name] = record
+        circumstances = record["circumstances"]
+        origins.setdefault("base models", set()).add(str(circumstances["base"]))
+        origins.setdefault("training texts", set()).add(str(circumstances["data"]))
+        for text in cell.texts:
+            result = result_of(cell, text, record)
+            if result is None:
+                (untested if cell.texts[text]["split"] == "test" else unfinished).append(cell.name)
                 continue
-            (result,) = load(file)
-            about, data = result["model"], result["data"]
-            title = f"{data['name']}, {data['split']}: {data['documents']:,} documents"
-            if data["max_tokens"] is not None:
-                title += f", the first {data['max_tokens']:,} tokens of each"
-            for row in result["rows"]:
-                cost = row["flops"]["base"] + row["flops"]["recurrence"]
-                found.append(
-                    Row(
-                        about["name"], result["seed"], file.stem, f"{title}, {data['words']:,} words", about["window"],
-                        about["trained_overlap"], row["overlap"], row["use_state"], row["word_perplexity"], cost,
-                    )
-                )  # fmt: skip
-    return found
+            origins.setdefault(f"texts for {text}", set()).add(result["data"]["key"])
+            rows += [row for row in _rows(cell, text, result) if row.overlap in cell.overlaps]
+    for what, several in origins.items():
+        if len(several) > 1:
+            raise ValueError(f"results with different {what} are side by side. Move those away that do not belong.")
+    return Found(rows, runs, list(dict.fromkeys(unfinished)), list(dict.fromkeys(untested)))
+
+
+def _rows(cell: Cell, text: str, result: dict[str, Any]) -> list[Row]:
+    about, data = result["model"], result["data"]
+    title = f"{data['name']}, {data['split']}: {data['documents']:,} documents"
+    if data["max_tokens"] is not None:
+        title += f", the first {data['max_tokens']:,} tokens of each"
+    return [
+        Row(
+            label=cell.label, seed=result["seed"], text=text, title=f"{title}, {data['words']:,} words",
+            window=about["window"], trained=about["trained_overlap"], overlap=row["overlap"],
+            use_state=row["use_state"], perplexity=row["word_perplexity"] or math.inf,
+            flops=row["flops"]["base"] + row["flops"]["recurrence"], split=data["split"],
+        )
+        for row in result["rows"]
+    ]  # fmt: skip
 
 
 def markdown(kind: str, rows: Sequence[Row]) -> str:
@@ -75,23 +116,20 @@ def markdown(kind: str, rows: Sequence[Row]) -> str:
     parts = []
     for text in dict.fromkeys(row.text for row in rows):
         some = [row for row in rows if row.text == text]
-        titles = list(dict.fromkeys(row.title for row in some))
-        if len(titles) > 1:
-            raise ValueError(f"results for {text!r} are of different texts: {'; '.join(titles)}. Run one of them anew.")
-        parts += [f"**{text}** ({titles[0]})", "", _KINDS[kind](some), ""]
+        parts += [f"**{text}** ({some[0].title})", "", _KINDS[kind](some), ""]
     return "\n".join(parts)
 
 
 def overlaps(rows: Sequence[Row]) -> str:
     """As table 2: the plain model trained once, a recurrent one for each overlap; then overlaps not trained at."""
-    lines = [["overlap", "FLOPs/token", "plain", "recurrent", "", "state removed"]]
-    matched = [row for row in rows if not row.recurrent or row.trained == row.overlap]
+    lines = [["overlap", "plain", "FLOPs/token", "recurrent", "FLOPs/token", "", "state removed"]]
+    matched = [row for row in rows if row.matched]
     for overlap in sorted({row.overlap for row in matched}):
         here = [row for row in matched if row.overlap == overlap]
         plain, recurrent, removed = split(here)
-        cost = (recurrent or plain)[0].flops
-        lines.append([f"{overlap}", flops(cost), told(plain), told(recurrent), change(recurrent, plain), told(removed)])
-    other = [row for row in rows if row.recurrent and row.use_state and row.trained != row.overlap]
+        shown = told(plain), flops(plain), told(recurrent), flops(recurrent)
+        lines.append([f"{overlap}", *shown, change(recurrent, plain), told(removed)])
+    other = [row for row in rows if row.use_state and not row.matched]
     if not other:
         return _table(lines)
     more = [["trained at", "scored at", "recurrent", "against one trained there"]]
@@ -108,13 +146,11 @@ def windows(rows: Sequence[Row]) -> str:
     head = ["window", *(f"plain, overlap {overlap}" for overlap in plain_at), "recurrent", "", "state removed"]
     lines = [head]
     for window in sorted({row.window for row in rows}):
-        here = [row for row in rows if row.window == window]
+        here = [row for row in rows if row.window == window and row.matched]
         plain, recurrent, removed = split(here)
         at = {overlap: [row for row in plain if row.overlap == overlap] for overlap in plain_at}
-        cells = [f"{told(some)} ({flops(some[0].flops)})" if some else "–" for some in at.values()]
-        cost = f" ({flops(recurrent[0].flops)})" if recurrent else ""
-        beside = change(recurrent, at.get(0, []))
-        lines.append([f"{window}", *cells, told(recurrent) + cost, beside, told(removed)])
+        cells = [f"{told(some)} ({flops(some)})" for some in (*at.values(), recurrent)]
+        lines.append([f"{window}", *cells, change(recurrent, at.get(0, [])), told(removed)])
     return f"{_table(lines)}\n\nIn brackets: FLOPs per token."
 
 
@@ -127,7 +163,7 @@ def variants(rows: Sequence[Row]) -> str:
         kept = [row for row in here if not row.control]
         beside = change(kept, plain[overlap]) if kept[0].recurrent else ""
         removed = told([row for row in here if row.control])
-        lines.append([label, f"{overlap}", flops(kept[0].flops), told(kept), beside, removed])
+        lines.append([label, f"{overlap}", flops(kept), told(kept), beside, removed])
     return _table(lines)
 
 
@@ -145,27 +181,35 @@ def mean(rows: Sequence[Row]) -> float:
     return sum(row.perplexity for row in rows) / len(rows)
 
 
+def paired(rows: Sequence[Row], others: Sequence[Row]) -> list[float]:
+    """By how much of them some perplexities differ from others, seed by seed, for the seeds that both have."""
+    by_seed = {row.seed: row.perplexity for row in others}
+    return [row.perplexity / by_seed[row.seed] - 1 for row in rows if row.seed in by_seed]
+
+
 def told(rows: Sequence[Row]) -> str:
     """A perplexity; of several seeds their mean and half of what lies between the least and the most."""
     if not rows:
         return "–"
     values = [row.perplexity for row in rows]
     spread = f" ± {(max(values) - min(values)) / 2:,.2f}" if len(values) > 1 else ""
-    return f"{mean(rows):,.2f}{spread}"
+    return f"{mean(rows):,.2f}{spread}" if math.isfinite(mean(rows)) else "not finite"
 
 
 def change(rows: Sequence[Row], others: Sequence[Row]) -> str:
-    return f"{100 * (mean(rows) / mean(others) - 1):+.1f} %" if rows and others else ""
+    """The mean difference of seeds that both have."""
+    pairs = paired(rows, others)
+    return f"{100 * sum(pairs) / len(pairs):+.1f} %" if pairs else ""
 
 
-def flops(value: float) -> str:
-    return f"{value:.2e}".replace("e+0", "e")
+def flops(rows: Sequence[Row]) -> str:
+    return f"{rows[0].flops:.2e}".replace("e+0", "e") if rows else "–"
 
 
-def searches(folder: Path) -> str:
+def searches(runs: dict[str, dict[str, Any]]) -> str:
     """The learning rates that were tried, and those that were chosen; empty where there was nothing to choose."""
     lines = [["cell", "learning rate", "of the recurrence", "validation word perplexity", ""]]
-    for name, run in _runs(folder).items():
+    for name, run in runs.items():
         chosen = run.get("chosen", {})
         for trial in run["search"]:
             base, new = trial["rates"]
@@ -176,24 +220,26 @@ def searches(folder: Path) -> str:
     return _table(lines) if len(lines) > 1 else ""
 
 
-def origin(folder: Path) -> str:
-    """Where a folder's numbers come from, in a sentence."""
-    runs = list(_runs(folder).values())
-    tokens = sorted({run["tokens"] for run in runs})
+def origin(runs: dict[str, dict[str, Any]]) -> str:
+    """Where numbers come from, in a sentence."""
+    records = list(runs.values())
+    tokens = sorted({record["tokens"] for record in records})
     trained = f"{tokens[0] / 1e6:.1f} M" + (f" to {tokens[-1] / 1e6:.1f} M" if len(tokens) > 1 else "")
-    hardware = sorted({run["hardware"].get("gpu") or run["hardware"]["cpu"] for run in runs})
-    commits = sorted({run["commit"][:12] + "-dirty" * run["commit"].endswith("-dirty") for run in runs})
-    seeds = sorted({run["settings"]["seed"] for run in runs})
-    minutes = sum(run["seconds"] for run in runs) / 60
+    trials = sum(len(record["search"]) for record in records)
+    hardware = sorted({record["hardware"].get("gpu") or record["hardware"]["cpu"] for record in records})
+    commits = sorted({_short(record["commit"]) for record in records})
+    seeds = sorted({record["settings"]["seed"] for record in records})
+    minutes = sum(record["seconds"] for record in records) / 60
     return (
-        f"{len(runs)} models, each trained on {trained} tokens, {minutes:.0f} minutes in all on {', '.join(hardware)}; "
-        f"seeds {', '.join(map(str, seeds))}; commit {', '.join(commits)}. JSON: `{folder.parent.name}/{folder.name}`."
+        f"{len(records)} models, each trained on {trained} tokens"
+        + (f", and {trials} trials before them" if trials else "")
+        + f"; {minutes:.0f} minutes of training in all on {', '.join(hardware)}; seeds {', '.join(map(str, seeds))}; "
+        f"commit {', '.join(commits)}."
     )
 
 
-def _runs(folder: Path) -> dict[str, dict[str, Any]]:
-    """The record of each cell's training."""
-    return {file.parent.name: json.loads(file.read_text()) for file in sorted(folder.glob(f"*/{RUN_FILE}"))}
+def _short(commit: str) -> str:
+    return commit[:12] + "-dirty" * commit.endswith("-dirty")
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cell's results: a folder with `run.json`, the record of its training, and a result of `carryforward evaluate` for
+each text. They are all that tables and figures are made of.
+
+A result belongs to one training run and to one way of scoring, and says to which; anything else is not taken for it.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ..files import written_whole
+from ..loading import RUN_FILE
+from ..settings import TrainSettings
+from .recipes import RATES, Cell
+
+_ELSEWHERE = ("model", "data", "validation_data")  # settings that say where things are on a machine
+
+
+def record_of(cell: Cell) -> dict[str, Any] | None:
+    """The record of a cell's training, or None before it is finished."""
+    file = cell.folder / RUN_FILE
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def differing(cell: Cell, record: dict[str, Any]) -> str:
+    """How a record's settings differ from the recipe's, in words; empty if they do not."""
+    rates = cell.rates_of is None or cell.rates_of.exists()  # else they cannot be known
+    now = json.loads(json.dumps(dataclasses.asdict(cell.resolved() if rates else cell.settings)))
+    defaults = json.loads(json.dumps(dataclasses.asdict(TrainSettings())))
+    before = defaults | record["settings"]
+    names = [name for name in now if name not in _ELSEWHERE and (rates or name not in RATES)]
+    return ", ".join(f"{name}: {before[name]} there, {now[name]} in the recipe" for name in names
+                     if now[name] != before[name])  # fmt: skip
+
+
+def result_of(cell: Cell, text: str, record: dict[str, Any]) -> dict[str, Any] | None:
+    """What a cell scored on a text, if it was that model and that way of scoring."""
+    file = cell.folder / f"{text}.json"
+    if not file.exists():
+        return None
+    result = json.loads(file.read_text())
+    wanted = asked(cell, text)
+    found = result.get("asked", {})
+    same = {name: value for name, value in found.items() if name != "overlaps"} == {
+        name: value for name, value in wanted.items() if name != "overlaps"
+    }
+    enough = set(wanted["overlaps"]) <= set(found.get("overlaps", []))
+    return result if same and enough and result.get("run") == identity(record) else None
+
+
+def asked(cell: Cell, text: str) -> dict[str, Any]:
+    """The way of scoring, as far as it decides the numbers."""
+    told = cell.texts[text]
+    return {
+        "split": told["split"],
+        "max_document_tokens": told.get("max_document_tokens"),
+        "control": told.get("control", True),
+        "bf16": cell.settings.bf16,
+        "overlaps": sorted(cell.overlaps),
+    }
+
+
+def identity(record: dict[str, Any]) -> str:
+    """One training run, told from every other."""
+    return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def write(file: Path, content: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(file) as beside:
+        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
