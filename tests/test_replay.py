@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from carryforward import insertion, replay, window_cache
+from carryforward import insertion, recording, replay, window_cache
 
 IDS = tiny.documents(3, 45)
 RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
@@ -59,9 +59,9 @@ def recordings(monkeypatch):
     made = []
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     monkeypatch.setattr(replay, "RECORD_AFTER", 1)
-    monkeypatch.setattr(replay, "warm_up", lambda function, times=1: function())
-    monkeypatch.setattr(replay.Replays, "pool", lambda self, shared=True: None)
-    monkeypatch.setattr(replay, "record", lambda function, pool: made.append(function) or run_again(function, pool))
+    monkeypatch.setattr(recording, "warm_up", lambda function, times=1: function())
+    monkeypatch.setattr(recording.Gathering, "pool", lambda self, shared=True: None)
+    monkeypatch.setattr(recording, "record", lambda function, pool: made.append(function) or run_again(function, pool))
     return made
 
 
@@ -230,7 +230,7 @@ def test_a_call_that_is_broken_off_leaves_nothing_behind(recordings, monkeypatch
         patch.setattr(replay.Replays, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(fast)
-    assert fast.replays._summed, "the test interrupts too early"
+    assert fast.replays._gathering.summed, "the test interrupts too early"
     fast.zero_grad()
     tiny.assert_same_gradients(step(fast)[1], expected)
 
@@ -319,7 +319,7 @@ def test_what_fails_is_said_once_and_run_as_it_is(recordings, monkeypatch):
     def broken(function, pool):
         raise RuntimeError("no kernel image\nand a long trace")
 
-    monkeypatch.setattr(replay, "record", broken)
+    monkeypatch.setattr(recording, "record", broken)
     plain, fast = both("gpt2")
     said = []
     monkeypatch.setattr(replay.logger, "warning_once", said.append)

@@ -20,8 +20,9 @@ from . import bptt, checkpoints, checks, insertion
 from .configuration import RecurrentModelConfig
 from .memory import Allowance
 from .reading import Cell, Reading
+from .recording import Result, Work
 from .recurrence import Recurrence
-from .replay import Call, FastPath, Replays, Result, Work
+from .replay import Call, FastPath, Replays
 from .state import State
 from .window_cache import WindowCache
 

@@ -12,16 +12,16 @@ Nothing here is asked for by users, and nothing of it is saved; where it cannot 
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from . import insertion, losses
-from .reading import IGNORE
+from . import insertion
+from .recording import Differentiable, Gathering, Recording, Result, Work, compiled
 
 logger = logging.get_logger(__name__)
 
@@ -29,30 +29,6 @@ FastPath = Literal["auto", "compiled", "off"]
 DEVICES = ("cuda",)
 RECORD_AFTER = 16  # windows of a kind: a recording takes a second
 COMPILE_AFTER = 1000  # the compiler takes ten or twenty
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a window computes: a loss, if there are targets, and states for the windows that follow.
-
-    Attributes:
-        ids, mask: tokens [b, n] and, where an encoder needs one, the attention mask.
-        carried: the state, [b, G, S, k], or None in a document's first window.
-        targets: what positions from `start` on are scored on, [b, n - start].
-        pooled: ranges of positions; a state is made of each.
-        size: bytes that its graph holds on to, as far as is known.
-    """
-
-    ids: Tensor
-    mask: Tensor | None
-    carried: Tensor | None
-    targets: Tensor | None
-    start: int
-    pooled: tuple[tuple[int, int], ...]
-    size: int = 0
-
-
-Result = tuple[Tensor | None, tuple[Tensor, ...]]  # the summed loss, and the states
 
 
 class Replays:
@@ -70,11 +46,8 @@ class Replays:
         self._compiles = self.path == "compiled"
         self._replayed = 0
         self._seen: Counter = Counter()
-        self._recordings: dict[tuple, list[_Recording]] = {}
-        self._parameters: list[nn.Parameter] = []
-        self._sums: list[Tensor] = []
-        self._summed: set[int] = set()
-        self._pool: Any = None
+        self._recordings: dict[tuple, list[Recording]] = {}
+        self._gathering = Gathering()
 
     def possible(self, device: torch.device) -> bool:
         """Whether anything is recorded on such a device at all."""
@@ -99,7 +72,8 @@ class Replays:
         signature = _signature(model, modules, weights)
         if signature != self._signature:
             self._forget()
-            self._signature, self._parameters = signature, [weight for weight in weights if weight.requires_grad]
+            self._signature = signature
+            self._gathering = Gathering([weight for weight in weights if weight.requires_grad])
         if self.path == "auto" and not self._compiles and self._replayed > COMPILE_AFTER:
             self._compiles, self._recordings = True, {}
         if not self._recordings:
@@ -108,29 +82,17 @@ class Replays:
         for recordings in self._recordings.values():
             for recording in recordings:
                 recording.busy = False
-        if not self._sums and torch.is_grad_enabled():
-            self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
+        if torch.is_grad_enabled():
+            self._gathering.prepare()
         return Call(self, model, self._signature, tuple(module.training for module in modules))
-
-    def pool(self, shared: bool = True) -> Any:
-        """Memory for recordings: shared by those that leave nothing behind, of its own for one that does."""
-        if not shared:
-            return torch.cuda.graph_pool_handle()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return self._pool
 
     def gathered(self) -> list[Tensor | None]:
         """Gradients of the parameters summed up since the last time, and from zero again."""
-        if not self._summed:
-            return []
-        found = [total.clone() if i in self._summed else None for i, total in enumerate(self._sums)]
-        torch._foreach_zero_([self._sums[i] for i in self._summed])
-        self._summed.clear()
-        return found
+        return self._gathering.take()
 
     def run(self, call: "Call", work: Work, table: Tensor) -> Result:
         device = work.ids.device.type
-        with_gradients = torch.is_grad_enabled() and (table.requires_grad or bool(self._parameters))
+        with_gradients = torch.is_grad_enabled() and (table.requires_grad or bool(self._gathering.parameters))
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         key = (call.training, *autocast, with_gradients, work.carried is None, work.targets is None, work.start)
         recording = self._find(call, key, work)
@@ -154,7 +116,7 @@ class Replays:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 torch.zeros(1, device="cuda")
 
-    def _find(self, call: "Call", key: tuple, work: Work) -> "_Recording | None":
+    def _find(self, call: "Call", key: tuple, work: Work) -> "Recording | None":
         """A recording of such windows, or of longer ones and more rows of which these fill a good part. With dropout
         only the former: the random numbers of a row would depend on how many there are. Longer only where no position
         sees what follows it."""
@@ -169,15 +131,15 @@ class Replays:
                 return recording
         return None
 
-    def _record(self, model: Any, key: tuple, work: Work, with_gradients: bool) -> "_Recording | None":
+    def _record(self, model: Any, key: tuple, work: Work, with_gradients: bool) -> "Recording | None":
         if self.path == "off":
             return None
         try:
             with (
                 torch.random.fork_rng([work.ids.device] if work.ids.is_cuda else []),
-                _compiled(model) if self._compiles else contextlib.nullcontext(),
+                compiled(model) if self._compiles else contextlib.nullcontext(),
             ):
-                recording = (_Differentiable if with_gradients else _Recording)(model, work, self)
+                recording = (Differentiable if with_gradients else Recording)(model, work, self._gathering)
         except Exception as error:  # whatever a compiler or a driver may raise: the plain way is always there
             self.failed(error)
             return None
@@ -205,187 +167,6 @@ class Call:
     def gathered(self) -> list[Tensor | None]:
         """Gradients of the parameters that recordings have summed up."""
         return self.replays.gathered() if self.signature is self.replays._signature else []
-
-
-class _Windows(nn.Module):
-    """A model whose call is one window."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
-    def forward(self, work: Work) -> Result:
-        return self.model._window(work)
-
-
-class _Recording:
-    """A window's work without gradients."""
-
-    def __init__(self, model: Any, work: Work, replays: Replays):
-        self.busy = False
-        with torch.inference_mode(False):  # what is made in that mode could not be written to outside it
-            self.work = replace(
-                work, ids=work.ids.clone(), targets=None if work.targets is None else work.targets.clone(),
-                carried=None if work.carried is None else work.carried.detach().clone(),
-            )  # fmt: skip
-            with uncached_autocast(work.ids.device):
-                self._make(model, replays)
-
-    def _make(self, model: Any, replays: Replays) -> None:
-        with torch.no_grad():
-            warm_up(lambda: model._window(self.work))
-            (self.nll, self.states), self.replay = record(lambda: model._window(self.work), replays.pool())
-
-    def __call__(self, work: Work, table: Tensor) -> Result:
-        with torch.inference_mode(False), torch.no_grad():
-            self._fill(work)
-            self.replay()
-            return self._result(work)
-
-    def _fill(self, work: Work) -> None:
-        """Copy a window to where the recording reads it. What it does not fill is read, and counts for nothing."""
-        rows, width = work.ids.shape
-        self.work.ids[:rows, :width].copy_(work.ids)
-        if work.targets is not None and self.work.targets is not None:
-            if work.targets.shape != self.work.targets.shape:
-                self.work.targets.fill_(IGNORE)
-            self.work.targets[:rows, : work.targets.shape[1]].copy_(work.targets)
-        if work.carried is not None and self.work.carried is not None:
-            self.work.carried[:rows].copy_(work.carried)
-
-    def _result(self, work: Work) -> Result:
-        states = self.states if work.pooled else ()
-        return None if self.nll is None else self.nll.clone(), tuple(state[: len(work.ids)].clone() for state in states)
-
-
-class _Differentiable(_Recording):
-    """A window's work, and the way back through it, which sums up the gradients of the parameters."""
-
-    def _make(self, model: Any, replays: Replays) -> None:
-        # The parameters under another name: autograd may hold on to the end of the way to their gradients, on a stream
-        # that is not being recorded.
-        twins = {parameter: parameter.detach().requires_grad_() for parameter in replays._parameters}
-        windows = _Windows(model)
-        named = {name: twins[p] for name, p in windows.named_parameters() if p in twins}
-        inputs = [*twins.values()]
-        if self.work.carried is not None:
-            inputs.append(self.work.carried.requires_grad_())
-
-        def forward() -> list[Tensor]:
-            nll, states = torch.func.functional_call(windows, named, (self.work,))
-            self.outputs = [*states] if nll is None else [nll, *states]
-            return [output.detach() for output in self.outputs]
-
-        def backward() -> list[Tensor | None]:
-            # with frozen weights a first window's loss depends on nothing that is trained
-            pairs = [(x, up) for x, up in zip(self.outputs, self.upstream, strict=True) if x.requires_grad]
-            found: Sequence[Tensor | None] = [None] * len(inputs)
-            if pairs:
-                found = torch.autograd.grad([x for x, _ in pairs], inputs, [up for _, up in pairs], allow_unused=True)
-            grown = [(i, gradient) for i, gradient in enumerate(found[: len(twins)]) if gradient is not None]
-            self.summed = [i for i, _ in grown]
-            if grown:
-                torch._foreach_add_([replays._sums[i] for i in self.summed], [gradient for _, gradient in grown])
-            return [None if self.work.carried is None else found[-1]]
-
-        def both() -> None:
-            self.upstream = [torch.zeros_like(output) for output in forward()]
-            backward()  # of zeros: the sums stay as they are
-            self.outputs = []  # or the end of the way to the gradients stays on this stream
-
-        with torch.enable_grad():
-            warm_up(both)
-            pool = replays.pool(shared=False)
-            outputs, self.replay = record(forward, pool)
-            (self.of_carried,), self.replay_back = record(backward, pool)
-        self.nll = None if self.work.targets is None else outputs[0]
-        self.states = tuple(outputs if self.work.targets is None else outputs[1:])
-        self.outputs = []
-        self.all_summed = replays._summed  # not `replays`, which holds this: both would outlive the model
-
-    def __call__(self, work: Work, table: Tensor) -> Result:
-        nll, *states = _Replayed.apply(self, work, table, work.carried)
-        return nll, tuple(states)
-
-
-class _Replayed(torch.autograd.Function):
-    """A recording as a differentiable function of the state. The table is an input as well, so that a first window,
-    which has none, is pulled through too."""
-
-    @staticmethod
-    def forward(ctx, recording: _Differentiable, work: Work, table: Tensor, carried: Tensor | None):
-        ctx.set_materialize_grads(False)
-        ctx.recording, ctx.rows = recording, len(work.ids)
-        recording.busy = True
-        recording._fill(work)
-        recording.replay()
-        nll, states = recording._result(work)
-        return nll, *states
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *gradients: Tensor | None):
-        recording, rows = ctx.recording, ctx.rows
-        padded = [*gradients, *[None] * (len(recording.upstream) - len(gradients))]
-        for buffer, gradient in zip(recording.upstream, padded, strict=True):
-            if gradient is None or gradient.shape != buffer.shape:
-                buffer.zero_()
-            if gradient is not None:
-                (buffer if buffer.ndim == 0 else buffer[:rows]).copy_(gradient)
-        recording.replay_back()
-        recording.busy = False
-        recording.all_summed.update(recording.summed)
-        found = recording.of_carried
-        return None, None, None, None if found is None else found[:rows].clone()
-
-
-# --- recording -------------------------------------------------------------------------------------------------------
-
-
-def warm_up(function: Callable[[], Any], times: int = 3) -> None:
-    """Let libraries allocate and compilers compile what they need, which cannot be recorded."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with insertion.plain_masks(), torch.cuda.stream(stream):  # or what is compiled now is not what is recorded
-        for _ in range(times):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-def record(function: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
-    """What a function gave while it was recorded, and how to have it made again in the same place."""
-    graph = torch.cuda.CUDAGraph()
-    with insertion.plain_masks(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = function()
-    return result, graph.replay
-
-
-def uncached_autocast(device: torch.device) -> torch.autocast:
-    """Autocast as it is; but weights that were cast outside a recording would not be cast again inside."""
-    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False)
-
-
-@contextlib.contextmanager
-def _compiled(model: Any) -> Iterator[None]:
-    """Layers compiled, one like the other, which takes a twelfth of the time of a whole model of twelve; and the
-    recurrence, which is many small operations."""
-    parts = [*model.config.architecture.layer_list(model._body), model.recurrence]
-    # random numbers as they are drawn without compiler: both passes over a window must draw the same
-    options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
-    token = losses.FUSED.set(torch.compile(losses.fusable, **options))
-    own = [part.__dict__.get("forward") for part in parts]
-    for part in parts:
-        part.forward = torch.compile(part.forward, **options)
-    try:
-        with torch._dynamo.config.patch(recompile_limit=64):  # a variant for each kind of window
-            yield
-    finally:
-        losses.FUSED.reset(token)
-        for part, forward in zip(parts, own, strict=True):
-            del part.forward
-            if forward is not None:
-                part.forward = forward
 
 
 def _signature(model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> list[tuple]:

@@ -6,8 +6,8 @@ from what the layers gave for it, the overlap is read again as the start of the 
 again: neither time nor memory depends on how much was written. Rows are at different places in their windows, so
 every row has its own position. The recurrent model comes with every call; the cache holds none.
 
-On a GPU a token is little work in many small kernels, so its step is recorded (`replay`) as windows are: everything it
-reads and writes stays in place until a window is full, and then as well.
+On a GPU a token is little work in many small kernels, so its step is recorded (`recording`) as windows are: everything
+it reads and writes stays in place until a window is full, and then as well.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from . import insertion, replay
+from . import insertion, recording
 from .state import State
 
 RECORD_AFTER = 4  # tokens: a recording takes as long as a few
@@ -338,9 +338,9 @@ class _RecordedStep:
             return cache._run(model, self.rows, self.column, self.position, self.new == 0, carry, self.last)
 
         self.mode = _mode(model)
-        with replay.uncached_autocast(device):
-            replay.warm_up(step, times=1)  # nothing is compiled
-            self.logits, self.replay = replay.record(step, None)
+        with recording.uncached_autocast(device):
+            recording.warm_up(step, times=1)  # nothing is compiled
+            self.logits, self.replay = recording.record(step, None)
 
     def _refresh(self, cache: WindowCache) -> None:
         """Where rows stand, after they were moved by other means."""

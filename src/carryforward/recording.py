@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a window runs, captured as a CUDA graph: made again with other numbers in the same places, forwards and back.
+
+Gradients of the parameters are summed up inside a recording; whoever makes it says where. When windows are recorded,
+and which recording serves which window, is `replay`'s.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import insertion, losses
+from .reading import IGNORE
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a window computes: a loss, if there are targets, and states for the windows that follow.
+
+    Attributes:
+        ids, mask: tokens [b, n] and, where an encoder needs one, the attention mask.
+        carried: the state, [b, G, S, k], or None in a document's first window.
+        targets: what positions from `start` on are scored on, [b, n - start].
+        pooled: ranges of positions; a state is made of each.
+        size: bytes that its graph holds on to, as far as is known.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+    carried: Tensor | None
+    targets: Tensor | None
+    start: int
+    pooled: tuple[tuple[int, int], ...]
+    size: int = 0
+
+
+Result = tuple[Tensor | None, tuple[Tensor, ...]]  # the summed loss, and the states
+
+
+class Gathering:
+    """Where recordings sum up the gradients of the parameters, and the memory they share."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter] = ()):
+        self.parameters = list(parameters)
+        self.sums: list[Tensor] = []
+        self.summed: set[int] = set()  # which of them have grown
+        self._pool: Any = None
+
+    def prepare(self) -> None:
+        if not self.sums:
+            self.sums = [torch.zeros_like(parameter) for parameter in self.parameters]
+
+    def take(self) -> list[Tensor | None]:
+        """Gradients summed up since the last time, and from zero again."""
+        if not self.summed:
+            return []
+        found = [total.clone() if i in self.summed else None for i, total in enumerate(self.sums)]
+        torch._foreach_zero_([self.sums[i] for i in self.summed])
+        self.summed.clear()
+        return found
+
+    def pool(self, shared: bool = True) -> Any:
+        """Memory for recordings: shared by those that leave nothing behind, of its own for one that does."""
+        if not shared:
+            return torch.cuda.graph_pool_handle()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return self._pool
+
+
+class _Windows(nn.Module):
+    """A model whose call is one window."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Work) -> Result:
+        return self.model._window(work)
+
+
+class Recording:
+    """A window's work without gradients."""
+
+    def __init__(self, model: Any, work: Work, gathering: Gathering):
+        self.busy = False
+        with torch.inference_mode(False):  # what is made in that mode could not be written to outside it
+            self.work = replace(
+                work, ids=work.ids.clone(), targets=None if work.targets is None else work.targets.clone(),
+                carried=None if work.carried is None else work.carried.detach().clone(),
+            )  # fmt: skip
+            with uncached_autocast(work.ids.device):
+                self._make(model, gathering)
+
+    def _make(self, model: Any, gathering: Gathering) -> None:
+        with torch.no_grad():
+            warm_up(lambda: model._window(self.work))
+            (self.nll, self.states), self.replay = record(lambda: model._window(self.work), gathering.pool())
+
+    def __call__(self, work: Work, table: Tensor) -> Result:
+        with torch.inference_mode(False), torch.no_grad():
+            self._fill(work)
+            self.replay()
+            return self._result(work)
+
+    def _fill(self, work: Work) -> None:
+        """Copy a window to where the recording reads it. What it does not fill is read, and counts for nothing."""
+        rows, width = work.ids.shape
+        self.work.ids[:rows, :width].copy_(work.ids)
+        if work.targets is not None and self.work.targets is not None:
+            if work.targets.shape != self.work.targets.shape:
+                self.work.targets.fill_(IGNORE)
+            self.work.targets[:rows, : work.targets.shape[1]].copy_(work.targets)
+        if work.carried is not None and self.work.carried is not None:
+            self.work.carried[:rows].copy_(work.carried)
+
+    def _result(self, work: Work) -> Result:
+        states = self.states if work.pooled else ()
+        return None if self.nll is None else self.nll.clone(), tuple(state[: len(work.ids)].clone() for state in states)
+
+
+class Differentiable(Recording):
+    """A window's work, and the way back through it, which sums up the gradients of the parameters."""
+
+    def _make(self, model: Any, gathering: Gathering) -> None:
+        # The parameters under another name: autograd may hold on to the end of the way to their gradients, on a stream
+        # that is not being recorded.
+        twins = {parameter: parameter.detach().requires_grad_() for parameter in gathering.parameters}
+        windows = _Windows(model)
+        named = {name: twins[p] for name, p in windows.named_parameters() if p in twins}
+        inputs = [*twins.values()]
+        if self.work.carried is not None:
+            inputs.append(self.work.carried.requires_grad_())
+
+        def forward() -> list[Tensor]:
+            nll, states = torch.func.functional_call(windows, named, (self.work,))
+            self.outputs = [*states] if nll is None else [nll, *states]
+            return [output.detach() for output in self.outputs]
+
+        def backward() -> list[Tensor | None]:
+            # with frozen weights a first window's loss depends on nothing that is trained
+            pairs = [(x, up) for x, up in zip(self.outputs, self.upstream, strict=True) if x.requires_grad]
+            found: Sequence[Tensor | None] = [None] * len(inputs)
+            if pairs:
+                found = torch.autograd.grad([x for x, _ in pairs], inputs, [up for _, up in pairs], allow_unused=True)
+            grown = [(i, gradient) for i, gradient in enumerate(found[: len(twins)]) if gradient is not None]
+            self.summed = [i for i, _ in grown]
+            if grown:
+                torch._foreach_add_([gathering.sums[i] for i in self.summed], [gradient for _, gradient in grown])
+            return [None if self.work.carried is None else found[-1]]
+
+        def both() -> None:
+            self.upstream = [torch.zeros_like(output) for output in forward()]
+            backward()  # of zeros: the sums stay as they are
+            self.outputs = []  # or the end of the way to the gradients stays on this stream
+
+        with torch.enable_grad():
+            warm_up(both)
+            pool = gathering.pool(shared=False)
+            outputs, self.replay = record(forward, pool)
+            (self.of_carried,), self.replay_back = record(backward, pool)
+        self.nll = None if self.work.targets is None else outputs[0]
+        self.states = tuple(outputs if self.work.targets is None else outputs[1:])
+        self.outputs = []
+        self.all_summed = gathering.summed
+
+    def __call__(self, work: Work, table: Tensor) -> Result:
+        nll, *states = _Replayed.apply(self, work, table, work.carried)
+        return nll, tuple(states)
+
+
+class _Replayed(torch.autograd.Function):
+    """A recording as a differentiable function of the state. The table is an input as well, so that a first window,
+    which has none, is pulled through too."""
+
+    @staticmethod
+    def forward(ctx, recording: Differentiable, work: Work, table: Tensor, carried: Tensor | None):
+        ctx.set_materialize_grads(False)
+        ctx.recording, ctx.rows = recording, len(work.ids)
+        recording.busy = True
+        recording._fill(work)
+        recording.replay()
+        nll, states = recording._result(work)
+        return nll, *states
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients: Tensor | None):
+        recording, rows = ctx.recording, ctx.rows
+        padded = [*gradients, *[None] * (len(recording.upstream) - len(gradients))]
+        for buffer, gradient in zip(recording.upstream, padded, strict=True):
+            if gradient is None or gradient.shape != buffer.shape:
+                buffer.zero_()
+            if gradient is not None:
+                (buffer if buffer.ndim == 0 else buffer[:rows]).copy_(gradient)
+        recording.replay_back()
+        recording.busy = False
+        recording.all_summed.update(recording.summed)
+        found = recording.of_carried
+        return None, None, None, None if found is None else found[:rows].clone()
+
+
+def warm_up(function: Callable[[], Any], times: int = 3) -> None:
+    """Let libraries allocate and compilers compile what they need, which cannot be recorded."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with insertion.plain_masks(), torch.cuda.stream(stream):  # or what is compiled now is not what is recorded
+        for _ in range(times):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def record(function: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
+    """What a function gave while it was recorded, and how to have it made again in the same place."""
+    graph = torch.cuda.CUDAGraph()
+    with insertion.plain_masks(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = function()
+    return result, graph.replay
+
+
+def uncached_autocast(device: torch.device) -> torch.autocast:
+    """Autocast as it is; but weights that were cast outside a recording would not be cast again inside."""
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def compiled(model: Any) -> Iterator[None]:
+    """Layers compiled, one like the other, which takes a twelfth of the time of a whole model of twelve; and the
+    recurrence, which is many small operations."""
+    parts = [*model.config.architecture.layer_list(model._body), model.recurrence]
+    # random numbers as they are drawn without compiler: both passes over a window must draw the same
+    options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
+    token = losses.FUSED.set(torch.compile(losses.fusable, **options))
+    own = [part.__dict__.get("forward") for part in parts]
+    for part in parts:
+        part.forward = torch.compile(part.forward, **options)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=64):  # a variant for each kind of window
+            yield
+    finally:
+        losses.FUSED.reset(token)
+        for part, forward in zip(parts, own, strict=True):
+            del part.forward
+            if forward is not None:
+                part.forward = forward
