@@ -205,8 +205,16 @@ def _try(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> float | None:
         console.note(str(error))
         return None
     finally:
-        gc.collect()  # a trainer holds itself in cycles; the next trial needs its memory
+        free()
     return trainer.state.best_metric
+
+
+def free() -> None:
+    """Give back what a model that is done with still holds: itself, in cycles, and what was compiled for it, of which
+    there can only be so much."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.compiler.reset()
 
 
 def _train(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from .. import console
 from ..evaluating import evaluate
 from ..loading import RUN_FILE
-from ..training import train
+from ..training import free, train
 from .recipes import Cell, Recipe
 from .results import asked, differing, identity, record_of, result_of, write
 
@@ -47,6 +47,7 @@ def run(
         elif some:
             console.note(f"\n{cell.name}: {', '.join(some)}")
             _run(cell, some, work / cell.name, use_cpu)
+            free()
             if not keep_models:
                 shutil.rmtree(work / cell.name)
 
@@ -67,6 +68,7 @@ def _run(cell: Cell, lacking: list[str], model: Path, use_cpu: bool) -> None:
     record = record_of(cell)
     if record is None:
         record = train(cell.resolved(), model, use_cpu=use_cpu)
+        free()
         shutil.rmtree(cell.folder, ignore_errors=True)  # results of a model that is no more
         write(cell.folder / RUN_FILE, record)
     elif not (model / RUN_FILE).exists() or json.loads((model / RUN_FILE).read_text()) != record:
