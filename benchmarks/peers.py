@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Others with the same shapes, side by side with ours on a CPU; what is not installed is left out, and said.
+"""Others with the same shapes, side by side with ours; what is not installed is left out, and said.
 
 pip install recurrent-memory-transformer-pytorch lm-eval      # peers: never needed by carryforward itself
 python benchmarks/peers.py                                    # writes results/peers-cpu.json
+python benchmarks/peers.py --device cuda                      # Longformer only; GPT-2 small's widths
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed import SHAPES, Report, interleaved, recurrent, recurrent_step
+from speed import SHAPES, Report, autocast, interleaved, recurrent, recurrent_step
 
 HERE = Path(__file__).parent
 SHAPE = SHAPES["bundled"]
@@ -78,31 +80,40 @@ def rolling_likelihood(report: Report) -> None:
     report.add({"row": "peer: scoring documents", "shape": "bundled", "batch": BATCH, "windows": None, "sides": found})
 
 
-def longformer(report: Report) -> None:
-    """Hidden states of one document of 4,096 tokens: windows with a state, and attention of the same reach."""
+def longformer(report: Report, device: str = "cpu") -> None:
+    """Hidden states of documents of 4,096 tokens: windows with a state, and attention of the same reach."""
     from transformers import BertConfig, BertModel, LongformerConfig, LongformerModel
 
     from carryforward import add_recurrence
 
     torch.manual_seed(0)
+    name, batch = ("gpt2-small", 8) if device == "cuda" else ("bundled", 1)
+    shape = SHAPES[name]
     common: dict[str, Any] = {
-        "vocab_size": SHAPE["vocab_size"], "hidden_size": SHAPE["n_embd"], "num_hidden_layers": SHAPE["n_layer"],
-        "num_attention_heads": SHAPE["n_head"], "intermediate_size": 4 * SHAPE["n_embd"],
+        "vocab_size": shape["vocab_size"], "hidden_size": shape["n_embd"], "num_hidden_layers": shape["n_layer"],
+        "num_attention_heads": shape["n_head"], "intermediate_size": 4 * shape["n_embd"],
     }  # fmt: skip
     theirs = LongformerModel(LongformerConfig(**common, max_position_embeddings=4098, attention_window=256)).eval()
     bert = BertModel(BertConfig(**common), add_pooling_layer=False)
     ours = add_recurrence(bert, window=256, prefix=(), suffix=()).eval()
-    ids = torch.randint(5, SHAPE["vocab_size"], (1, 4096))
-    sides = {"Longformer": partial(theirs, ids), "ours": partial(ours, ids)}
-    with torch.inference_mode():
+    ids = torch.randint(5, shape["vocab_size"], (batch, 4096), device=device)
+    sides = {"Longformer": partial(theirs.to(device), ids), "ours": partial(ours.to(device), ids)}
+    with torch.inference_mode(), autocast(device):
         for side in sides.values():
             side()
-        found = interleaved(sides, 5, ids.numel(), "cpu")
-    report.add({"row": "peer: encoding 4,096 tokens", "shape": "bundled", "batch": 1, "windows": None, "sides": found})
+        found = interleaved(sides, 5, ids.numel(), device)
+    report.add({"row": "peer: encoding 4,096 tokens", "shape": name, "batch": batch, "windows": None, "sides": found})
 
 
 def main() -> None:
-    report = Report(HERE / "results/peers-cpu.json", "cpu")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/peers-DEVICE.json)")
+    arguments = parser.parse_args()
+    report = Report(arguments.out or HERE / f"results/peers-{arguments.device}.json", arguments.device)
+    if arguments.device == "cuda":
+        longformer(report, "cuda")
+        return
     for package, peer in (
         ("recurrent_memory_transformer_pytorch", recurrent_memory_transformer),
         ("lm_eval", rolling_likelihood),

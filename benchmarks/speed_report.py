@@ -71,7 +71,9 @@ def _more(row: dict[str, Any]) -> list[str]:
 
 def beside(record: dict[str, Any]) -> str:
     """Markdown of other packages and ours."""
-    lines = ["## Other packages", "", f"The same shape, on the CPU above; commit {record['commit'][:12]}.", ""]
+    hardware = record["hardware"]
+    where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
+    lines = [f"## Other packages, on {where}", "", f"The same shapes; commit {record['commit'][:12]}.", ""]
     lines += ["| row | what | tokens per second |", "| --- | --- | ---: |"]
     for row in record["rows"]:
         name = row["row"].removeprefix("peer: ")
@@ -113,9 +115,7 @@ def main() -> None:
             if row["row"] == "length":
                 draw(row["points"], path.with_suffix(".png"))
                 parts.append(f"![against length](results/{path.stem}.png)\n")
-    peers = HERE / "results/peers-cpu.json"
-    if peers.exists():
-        parts.append(beside(json.loads(peers.read_text())))
+    parts += [beside(json.loads(path.read_text())) for path in sorted(HERE.glob("results/peers-*.json"))]
     (HERE / "SPEED.md").write_text("\n".join(parts))
 
 
