@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from carryforward import report
+from carryforward import provenance, report
 
 
 def row(overlap, perplexity, use_state=True, recurrence=0.0, untrained=False):
@@ -261,3 +261,15 @@ def test_nothing_to_report(tmp_path):
 def test_reports_need_no_torch():
     code = "import sys, carryforward.report; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        (["/venv/bin/carryforward", "evaluate", "/home/me/runs/a", "--out", "results/b"], "evaluate a --out results/b"),
+        (["x/__main__.py", "train", "--data", "b=/data/my books", "--out=/tmp/r"], "train --data 'b=my books' --out=r"),
+    ],
+)  # fmt: skip
+def test_a_results_command_does_not_tell_where_things_lie(typed, kept):
+    assert provenance._command(typed) == f"carryforward {kept}"
+    assert provenance._command(["/a/benchmarks/speed.py", *typed[1:]]) == f"speed.py {kept}"

@@ -5,9 +5,11 @@ import contextlib
 import datetime
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,17 @@ def provenance(device: str) -> dict[str, Any]:
         "carryforward": __version__,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["carryforward", *sys.argv[1:]]),
+        "command": _command(sys.argv),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in names},
         "hardware": hardware,
     }
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """What was typed, without where things lie on this machine: results are published."""
+    program = Path(arguments[0]).name if arguments[0].endswith(".py") else "carryforward"
+    program = program if program != "__main__.py" else "carryforward"
+    return shlex.join([program, *(re.sub(r"(^|=)[/~][^=]*/([^/=]+)", r"\1\2", argument) for argument in arguments[1:])])
 
 
 def _cpu() -> str:
