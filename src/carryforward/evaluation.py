@@ -146,10 +146,10 @@ def _alone(
 
 
 def _pieces(
-    model: PreTrainedModel, documents: Sequence[Any], overlap: int, windows: int, batch_size: int, use_state: bool
+    model: PreTrainedModel, documents: Sequence[Any], overlap: int, count: int, batch_size: int, use_state: bool
 ) -> Iterator[tuple[Tensor, int]]:
-    """Training samples: each starts with an empty state."""
-    for batch in _batches(documents, model.config.recurrence.window, overlap, windows, batch_size):
+    """Training samples of so many windows: each starts with an empty state."""
+    for batch in _batches(documents, model.config.recurrence.window, overlap, count, batch_size):
         scored = int((batch["labels"] != IGNORE).sum())
         yield model(**_to(batch, model.device), overlap=overlap, use_state=use_state).nll_sum, scored
 

@@ -21,12 +21,7 @@ class Line:
 
 def draw(panels: dict[str, list[Line]]) -> Any:
     """A panel for each title, side by side."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("figure needs matplotlib: pip install carryforward[figures]") from error
-    drawn = Figure(figsize=(7.2 * len(panels), 4.6), dpi=160, layout="constrained")
-    every = drawn.subplots(1, len(panels), squeeze=False)[0]
+    drawn, every = empty(len(panels))
     labels = [_panel(axes, title, lines) for axes, (title, lines) in zip(every, panels.items(), strict=True)]
     drawn.draw_without_rendering()  # settles where everything is, which labels must know
     for axes, texts in zip(every, labels, strict=True):
@@ -35,6 +30,26 @@ def draw(panels: dict[str, list[Line]]) -> Any:
         title = "at the points: overlap" + ", * not trained at it" * starred
         axes.legend(title=title, fontsize=8.5, title_fontsize=8.5, alignment="left", edgecolor="none", framealpha=0.9)
     return drawn
+
+
+def empty(count: int) -> tuple[Any, Any]:
+    """A figure with so many panels side by side, and these."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("figure needs matplotlib: pip install carryforward[figures]") from error
+    drawn = Figure(figsize=(7.2 * count, 4.6), dpi=160, layout="constrained")
+    return drawn, drawn.subplots(1, count, squeeze=False)[0]
+
+
+def dress(axes: Any, title: str, across: str) -> None:
+    """What every panel has: a title, what is shown against what, a quiet grid."""
+    axes.set_xlabel(across)
+    axes.set_ylabel("word perplexity")
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.grid(True, color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by the colour-blind too
@@ -70,12 +85,7 @@ def _panel(axes: Any, title: str, models: list[Line]) -> list[_Label]:
     axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high] or [low, high]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _power(x)))
-    axes.set_xlabel("FLOPs per token, without the vocabulary projection")
-    axes.set_ylabel("word perplexity")
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.grid(True, color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes, title, "FLOPs per token, without the vocabulary projection")
     return labels
 
 

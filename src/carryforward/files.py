@@ -17,3 +17,9 @@ def written_whole(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_whole(path: str | os.PathLike, text: str) -> None:
+    """Write a text file whole, its line ends as they are."""
+    with written_whole(path) as beside:
+        beside.write_text(text, encoding="utf-8", newline="")

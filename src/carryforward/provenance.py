@@ -49,8 +49,8 @@ def provenance(device: str) -> dict[str, Any]:
 
 def _command(arguments: Sequence[str]) -> str:
     """What was typed, without where things lie on this machine: results are published."""
-    program = Path(arguments[0]).name if arguments[0].endswith(".py") else "carryforward"
-    program = program if program != "__main__.py" else "carryforward"
+    name = Path(arguments[0]).name
+    program = name if name.endswith(".py") and name != "__main__.py" else "carryforward"
     return shlex.join([program, *(re.sub(r"(^|=)[/~][^=]*/([^/=]+)", r"\1\2", argument) for argument in arguments[1:])])
 
 

@@ -6,7 +6,7 @@ of a document have the same shape, so one recording serves them all: tokens, sta
 recording reads them. A window that must be pulled through later keeps its activations in a recording of its own.
 After many windows of a kind its layers are compiled as well, and recorded anew.
 
-Gradients of the parameters are summed up inside the recordings (`Replays.gathered`), not returned window by window.
+Gradients of the parameters are summed up inside the recordings (`recording.Gathering`), not returned window by window.
 Nothing here is asked for by users, and nothing of it is saved; where it cannot be used, windows are run as they are.
 """
 
@@ -78,17 +78,13 @@ class Replays:
             self._compiles, self._recordings = True, {}
         if not self._recordings:
             model._allowance.held = 0
-        self.gathered()  # of a call that was broken off
+        self._gathering.take()  # of a call that was broken off
         for recordings in self._recordings.values():
             for recording in recordings:
                 recording.busy = False
         if torch.is_grad_enabled():
             self._gathering.prepare()
         return Call(self, model, self._signature, tuple(module.training for module in modules))
-
-    def gathered(self) -> list[Tensor | None]:
-        """Gradients of the parameters summed up since the last time, and from zero again."""
-        return self._gathering.take()
 
     def run(self, call: "Call", work: Work, table: Tensor) -> Result:
         device = work.ids.device.type
@@ -166,7 +162,7 @@ class Call:
 
     def gathered(self) -> list[Tensor | None]:
         """Gradients of the parameters that recordings have summed up."""
-        return self.replays.gathered() if self.signature is self.replays._signature else []
+        return self.replays._gathering.take() if self.signature is self.replays._signature else []
 
 
 def _signature(model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> list[tuple]:

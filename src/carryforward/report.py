@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from .figure import Line, Point, draw
-from .files import written_whole
+from .files import write_whole, written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def markdown(results: list[Result]) -> str:
                 if line_ends:
                     rest.insert(0, _number(_with_line_ends(row), "with_line_ends"))
                 shown = f"{overlap}\\*" if untrained else f"{overlap}"
-                lines.append([name.replace("|", "\\|"), shown, _flops(_cost(row or removed)), *perplexities, *rest])
+                lines.append([name.replace("|", "\\|"), shown, flops_text(_cost(row or removed)), *perplexities, *rest])
         text = [f"### {title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""]
         text.append("FLOPs/token: layers and recurrence, without the vocabulary projection.")
         if marked:
@@ -151,8 +151,7 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
         how = (result["data"], _variant(result), [row["overlap"] for row in result["rows"]])  # another: another file
         digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=3).hexdigest()
         name = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") + f"-{digest}"
-        with written_whole(target / f"{name}.json") as file:
-            file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_whole(target / f"{name}.json", json.dumps(result, indent=2) + "\n")
     write(load(target), target)
 
 
@@ -160,7 +159,7 @@ def flops_table(rows: list[Row]) -> str:
     """Rows of overlap, base, recurrence and vocabulary as Markdown."""
     lines = ["| overlap | FLOPs/token | recurrence adds | vocabulary projection |", "|---:|---:|---:|---:|"]
     for row in rows:
-        costs = " | ".join(_flops(row[name]) for name in ("base", "recurrence", "vocabulary"))
+        costs = " | ".join(flops_text(row[name]) for name in ("base", "recurrence", "vocabulary"))
         lines.append(f"| {row['overlap']} | {costs} |")
     return "\n".join(lines)
 
@@ -171,8 +170,7 @@ def write(results: list[Result], folder: str | os.PathLike) -> None:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        with written_whole(target / name) as file:
-            file.write_text(text, encoding="utf-8", newline="")
+        write_whole(target / name, text)
     try:
         figure(results, target / "figure.png")
     except ImportError as error:
@@ -264,7 +262,8 @@ def _number(row: Row | None, name: str, digits: int = 2) -> str:
     return f"{value:,.{digits}f}" if value < 1e6 else f"{value:.3g}"
 
 
-def _flops(value: float) -> str:
+def flops_text(value: float) -> str:
+    """A cost, short: 1.75e8."""
     if math.isnan(value):
         return "–"
     return f"{value:.2e}".replace("e+0", "e").replace("e+", "e")

@@ -5,13 +5,12 @@ The same settings, data and number of processes go on where a run stopped; anyth
 not be the same run.
 """
 
-import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-from .files import written_whole
+from .files import write_whole
 from .loading import RUN_FILE
 from .settings import TrainSettings
 
@@ -22,7 +21,7 @@ class Run:
     def __init__(self, settings: TrainSettings, folder: Path, writes: bool):
         """Read what the folder says, if it is a run with the same settings; nothing is written yet."""
         self.folder, self.writes = folder, writes
-        wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
+        wanted = settings.as_json()
         self.record: dict[str, Any] = {"kind": "run", "status": "running", "settings": wanted, "search": []}
         if not (folder / RUN_FILE).exists():
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -52,8 +51,7 @@ class Run:
     def write(self) -> None:
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with written_whole(self.folder / RUN_FILE) as beside:
-                beside.write_text(json.dumps(self.record, indent=2) + "\n")
+            write_whole(self.folder / RUN_FILE, json.dumps(self.record, indent=2) + "\n")
 
     def _refuse_changes(self, what: str, before: dict[str, Any], now: dict[str, Any]) -> None:
         differing = [name for name in now if now[name] != before.get(name)]

@@ -4,8 +4,9 @@
 Nothing heavy is imported here, so that `--help` answers at once.
 """
 
+import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .data.corpora import PYTHON_DOCS
@@ -101,6 +102,10 @@ class TrainSettings:
         if self.carry_state and not self.recurrence:
             raise ValueError("--carry-state carries what --no-recurrence leaves out: choose one.")
         self.recurrence_fields()
+
+    def as_json(self) -> dict[str, Any]:
+        """As a run's record has them, which knows no tuples."""
+        return json.loads(json.dumps(asdict(self)))
 
     def recurrence_fields(self) -> dict[str, Any]:
         """The fields of `RecurrenceConfig` that were given."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..figure import Line, draw
+from ..figure import Line, draw, dress, empty
 from ..files import written_whole
 from .tables import BESIDE, Row, mean, split
 
@@ -71,7 +71,7 @@ def _lines(rows: Sequence[Row]) -> list[Line]:
 
 
 def _against_window(texts: dict[str, list[Row]]) -> Any:
-    figure, panels = _panels(len(texts))
+    figure, panels = empty(len(texts))
     for axes, (text, rows) in zip(panels, texts.items(), strict=True):
         for name, line in curves(rows).items():
             if name.startswith("recurrent") or line[0].overlap == 0:
@@ -81,7 +81,7 @@ def _against_window(texts: dict[str, list[Row]]) -> Any:
 
 
 def _against_flops(texts: dict[str, list[Row]]) -> Any:
-    figure, panels = _panels(len(texts))
+    figure, panels = empty(len(texts))
     for axes, (text, rows) in zip(panels, texts.items(), strict=True):
         points = []
         for name, line in curves(rows).items():
@@ -99,13 +99,6 @@ def _against_flops(texts: dict[str, list[Row]]) -> Any:
     return figure
 
 
-def _panels(count: int) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.8 * count, 4.6), dpi=160, layout="constrained")
-    return figure, figure.subplots(1, count, squeeze=False)[0]
-
-
 def _style(row: Row) -> dict[str, Any]:
     if row.recurrent:
         return {"color": "#0072b2", "marker": "o", "markersize": 5, "linewidth": 2, "zorder": 3}
@@ -114,12 +107,7 @@ def _style(row: Row) -> dict[str, Any]:
 
 
 def _finish(axes: Any, title: str, across: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.set_xlabel(across)
-    axes.set_ylabel("word perplexity")
-    axes.grid(True, color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes, title, across)
     axes.legend(fontsize=8.5, edgecolor="none", framealpha=0.9)
 
 

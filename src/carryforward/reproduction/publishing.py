@@ -4,7 +4,7 @@
 import logging
 from pathlib import Path
 
-from ..files import written_whole
+from ..files import write_whole
 from . import claims, figures, recipes, tables
 from .claims import Part, Results
 from .tables import Found
@@ -95,6 +95,5 @@ def _part(found: Found, beside: bool) -> Part:
 
 
 def _write(path: Path, text: str) -> Path:
-    with written_whole(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     return path

@@ -5,13 +5,12 @@ each text. They are all that tables and figures are made of.
 A result belongs to one training run and to one way of scoring, and says to which; anything else is not taken for it.
 """
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from ..files import written_whole
+from ..files import write_whole
 from ..loading import RUN_FILE
 from ..settings import TrainSettings
 from .recipes import RATES, Cell
@@ -28,9 +27,8 @@ def record_of(cell: Cell) -> dict[str, Any] | None:
 def differing(cell: Cell, record: dict[str, Any]) -> str:
     """How a record's settings differ from the recipe's, in words; empty if they do not."""
     rates = cell.rates_of is None or cell.rates_of.exists()  # else they cannot be known
-    now = json.loads(json.dumps(dataclasses.asdict(cell.resolved() if rates else cell.settings)))
-    defaults = json.loads(json.dumps(dataclasses.asdict(TrainSettings())))
-    before = defaults | record["settings"]
+    now = (cell.resolved() if rates else cell.settings).as_json()
+    before = TrainSettings().as_json() | record["settings"]  # a setting that is newer than the record
     names = [name for name in now if name not in _ELSEWHERE and (rates or name not in RATES)]
     return ", ".join(f"{name}: {before[name]} there, {now[name]} in the recipe" for name in names
                      if now[name] != before[name])  # fmt: skip
@@ -42,24 +40,19 @@ def result_of(cell: Cell, text: str, record: dict[str, Any]) -> dict[str, Any] |
     if not file.exists():
         return None
     result = json.loads(file.read_text())
-    wanted = asked(cell, text)
-    found = result.get("asked", {})
-    same = {name: value for name, value in found.items() if name != "overlaps"} == {
-        name: value for name, value in wanted.items() if name != "overlaps"
-    }
-    enough = set(wanted["overlaps"]) <= set(found.get("overlaps", []))
-    return result if same and enough and result.get("run") == identity(record) else None
+    same = result.get("asked") == asked(cell, text) and result.get("run") == identity(record)
+    enough = set(cell.overlaps) <= {row["overlap"] for row in result["rows"]}
+    return result if same and enough else None
 
 
 def asked(cell: Cell, text: str) -> dict[str, Any]:
-    """The way of scoring, as far as it decides the numbers."""
+    """The way of scoring, as far as it decides a number."""
     told = cell.texts[text]
     return {
         "split": told["split"],
         "max_document_tokens": told.get("max_document_tokens"),
         "control": told.get("control", True),
         "bf16": cell.settings.bf16,
-        "overlaps": sorted(cell.overlaps),
     }
 
 
@@ -70,5 +63,4 @@ def identity(record: dict[str, Any]) -> str:
 
 def write(file: Path, content: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(file) as beside:
-        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(content, indent=1) + "\n")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..report import flops_text
 from .recipes import Cell, Recipe
 from .results import differing, record_of, result_of
 
@@ -203,7 +204,7 @@ def change(rows: Sequence[Row], others: Sequence[Row]) -> str:
 
 
 def flops(rows: Sequence[Row]) -> str:
-    return f"{rows[0].flops:.2e}".replace("e+0", "e") if rows else "–"
+    return flops_text(rows[0].flops) if rows else "–"
 
 
 def searches(runs: dict[str, dict[str, Any]]) -> str:
