@@ -401,21 +401,23 @@ def data(device: str, report: "Report") -> None:
 
 
 class Report:
-    """Results, written as they come."""
+    """Results, written as they come. Each row names its commit: ratios are of one row's sides, never across rows."""
 
     def __init__(self, path: Path, device: str):
         from carryforward.provenance import provenance
 
         self.path = path
         self.record: dict[str, Any] = {**provenance(device), "seed": 0, "shapes": SHAPES, "rows": []}
+        self.commit = self.record.pop("commit")
         if path.exists():
             earlier = json.loads(path.read_text())
-            if earlier["commit"] == self.record["commit"]:
+            if all(earlier[what] == self.record[what] for what in ("hardware", "versions", "shapes")):
                 self.record["rows"] = earlier["rows"]
 
     def add(self, row: dict[str, Any]) -> None:
         same = ("row", "shape", "batch", "windows")
-        self.record["rows"] = [r for r in self.record["rows"] if any(r.get(k) != row.get(k) for k in same)] + [row]
+        self.record["rows"] = [r for r in self.record["rows"] if any(r.get(k) != row.get(k) for k in same)]
+        self.record["rows"].append({"commit": self.commit, **row})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.record, indent=1) + "\n")
         print(json.dumps(row))

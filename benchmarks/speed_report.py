@@ -32,7 +32,7 @@ def tables(record: dict[str, Any]) -> str:
     hardware, versions = record["hardware"], record["versions"]
     where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
     lines = [f"## {where}", ""]
-    lines += [f"Commit {record['commit'][:12]}, torch {versions['torch']}, transformers {versions['transformers']}."]
+    lines += [f"{_commits(record)}; torch {versions['torch']}, transformers {versions['transformers']}."]
     lines += ["Tokens per second: medians, and in brackets the slowest and the fastest round.", ""]
     lines += ["| row | shape, batch | this | against | ratio | target |", "| --- | --- | --- | --- | ---: | ---: |"]
     for name, side, against, targets in TARGETS:
@@ -73,12 +73,22 @@ def beside(record: dict[str, Any]) -> str:
     """Markdown of other packages and ours."""
     hardware = record["hardware"]
     where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
-    lines = [f"## Other packages, on {where}", "", f"The same shapes; commit {record['commit'][:12]}.", ""]
+    lines = [f"## Other packages, on {where}", "", f"The same shapes. {_commits(record)}.", ""]
     lines += ["| row | what | tokens per second |", "| --- | --- | ---: |"]
     for row in record["rows"]:
         name = row["row"].removeprefix("peer: ")
         lines += [f"| {name} | {what} | {_rate(side)} |" for what, side in row["sides"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _commits(record: dict[str, Any]) -> str:
+    """Which rows are of which commit."""
+    rows: dict[str, list[str]] = {}
+    for row in record["rows"]:
+        rows.setdefault(row["commit"][:12], []).append(row["row"].removeprefix("peer: "))
+    if len(rows) == 1:
+        return f"Commit {next(iter(rows))}"
+    return "Commits: " + "; ".join(f"{commit} ({', '.join(dict.fromkeys(names))})" for commit, names in rows.items())
 
 
 def _rate(side: dict[str, float]) -> str:
