@@ -8,7 +8,6 @@ the library. The weights enter as a dictionary of leaves, so autograd gives the 
 and both the loss and every gradient must be the library's own, whether it recomputes its windows or keeps their graph.
 """
 
-import itertools
 import math
 
 import pytest
@@ -173,8 +172,7 @@ def pool(m, blocks, pooling="mean", pooled_layers="all", slots=1):
         mix = sum(w * h for w, h in zip(m["layer_logits"].softmax(0), blocks, strict=True))
     if pooling == "attention":
         return torch.einsum("bps,bpk->bsk", (mix @ m["keys"].T / math.sqrt(mix.shape[-1])).softmax(1), mix)
-    borders = [mix.shape[1] * i // slots for i in range(slots + 1)]
-    parts = [mix[:, a:b] for a, b in itertools.pairwise(borders)]
+    parts = torch.tensor_split(mix, slots, dim=1)
     return torch.stack([part.mean(1) if pooling == "mean" else part.amax(1) for part in parts], 1)
 
 

@@ -115,13 +115,20 @@ def _feed_forward(size: int, hidden_sizes: Sequence[int]) -> nn.Sequential:
 
 
 def _stretches(x: Tensor, slots: int, pool: Callable[..., Tensor]) -> Tensor:
-    """Pool as many equal stretches of positions as there are slots, [B, P, m] to [B, S, m]; as equal as P allows."""
+    """Pool as many equal stretches of positions as there are slots, [B, P, m] to [B, S, m].
+
+    Where they cannot be equal, the older ones have one position more. Few slices: a slice's gradient is as large as
+    the whole.
+    """
     length = x.shape[1]
-    if length % slots == 0:
-        return pool(x.unflatten(1, (slots, length // slots)), dim=2)
-    borders = [length * i // slots for i in range(slots + 1)]
-    # at least one position each: a document may end with fewer than there are slots
-    return torch.stack([pool(x[:, a : max(b, a + 1)], dim=1) for a, b in pairwise(borders)], dim=1)
+    if length < slots:  # a document may end with fewer; some positions then fill several slots
+        return x[:, torch.arange(slots, device=x.device) * length // slots]
+    size, longer = divmod(length, slots)
+    if not longer:
+        return pool(x.unflatten(1, (slots, size)), dim=2)
+    older, newer = x.split([longer * (size + 1), (slots - longer) * size], dim=1)
+    halves = older.unflatten(1, (longer, size + 1)), newer.unflatten(1, (slots - longer, size))
+    return torch.cat([pool(half, dim=2) for half in halves], dim=1)
 
 
 def _mean(x: Tensor, dim: int) -> Tensor:
