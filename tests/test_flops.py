@@ -57,6 +57,8 @@ RECURRENCES = {
     "slots at all layers": {"slots": 3, "insert_at": "all"},
     "a state per layer": {"slots": 2, "insert_at": (1, 3), "state_per_layer": True, "pooled_layers": "last"},
     "attention pooling": {"slots": 2, "pooling": "attention"},
+    "kept": {"slots": 0, "kept": 4, "sinks": 1},
+    "kept beside slots": {"slots": 2, "kept": 4},
 }
 
 

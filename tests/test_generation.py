@@ -64,6 +64,8 @@ VARIANTS = [
     {"pooling": "max", "insert_at": "all", "state_per_layer": True},
     {"pooled_layers": "last", "slots": 3},
     {"pooled_layers": "below", "insert_at": "all", "residual": True, "slots": 2},
+    {"slots": 0, "kept": 4, "sinks": 1},
+    {"slots": 2, "insert_at": (1, 3), "kept": 6},
 ]
 
 

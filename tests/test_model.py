@@ -111,6 +111,19 @@ def test_the_papers_module_is_the_default():
     assert all(linear[i].weight.std() > 0.03 for i in range(3))
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"pooled_layers": "last"}, {"pooled_layers": "below"}, {"pooling": "attention"}]
+)
+def test_how_the_network_starts(fields):
+    torch.manual_seed(0)
+    start = cf.add_recurrence(tiny.base("llama"), window=8, hidden_sizes=(400,), **fields).recurrence
+    *_, last = start.networks[0]
+    assert 0.019 < last.weight.std() < 0.021
+    assert not last.bias.any()
+    residual = cf.add_recurrence(tiny.base("llama"), window=8, residual=True, **fields).recurrence
+    assert not residual.networks[0][-1].weight.any(), "what was pooled is carried as it is"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes(dtype, tmp_path):
     model = cf.add_recurrence(tiny.base("gpt2").to(dtype), window=8)

@@ -117,6 +117,8 @@ def test_encoders(name, length, keep, recordings):
         {"pooled_layers": "below", "residual": True, "insert_at": (2, 3)},
         {"bptt_windows": 2},
         {"pooling": "attention", "slots": 2},
+        {"slots": 0, "kept": 4, "sinks": 2},
+        {"kept": 3},
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
 from .configuration import RecurrenceConfig, RecurrentModelConfig
+from .doors import plain_name
 from .heads import (
     RecurrentForCausalLM,
     RecurrentForMaskedLM,
@@ -110,7 +111,7 @@ def _head_of(model: PreTrainedModel, causal: bool) -> type[RecurrentPreTrainedMo
 
 
 def _check_attention(model: PreTrainedModel) -> None:
-    used = model.config._attn_implementation
+    used = plain_name(model.config._attn_implementation)
     if used not in ("sdpa", "eager"):
         raise ValueError(
             f"attn_implementation={used!r} cannot show the state to every query. "

@@ -11,7 +11,7 @@ from .state import State
 
 
 def overlap(config: RecurrentModelConfig, value: int) -> None:
-    """An overlap the windows can have, and at which something is left to pool for every slot."""
+    """An overlap the windows can have, and at which something is left to pool for every slot, and to keep."""
     recurrence = config.recurrence
     room = windows.check(recurrence.window, value, len(recurrence.prefix), len(recurrence.suffix))
     pooled = min(room, room - value + recurrence.overlap)
@@ -19,6 +19,11 @@ def overlap(config: RecurrentModelConfig, value: int) -> None:
         raise ValueError(
             f"overlap={value}: a model made for overlap {recurrence.overlap} then pools only {pooled} positions of a "
             f"window, fewer than its {recurrence.slots} slots. Use an overlap closer to {recurrence.overlap}."
+        )
+    if room - value < recurrence.kept:
+        raise ValueError(
+            f"overlap={value}: the next window is only {room - value} tokens ahead, and the model keeps the keys and "
+            f"values of {recurrence.kept}. Use an overlap of at most {room - recurrence.kept}."
         )
 
 

@@ -34,7 +34,13 @@ class RecurrenceConfig:
             learned fixed keys.
         pooled_layers: "all" layers' outputs, mixed with learned softmax weights (equation 1); the "last" one's; or, for
             each insertion layer, those of the layer "below" it, which are its own input: each then has its own state.
-        slots: vectors carried. "mean" and "max" pool as many equal stretches; "attention" has as many keys.
+        slots: vectors carried. "mean" and "max" pool as many equal stretches; "attention" has as many keys. With 0,
+            which needs `kept`, nothing is pooled.
+        kept: newest positions whose keys and values are carried as well: every layer of the next window sees them
+            again, as they are but for a learned offset each. Nothing is computed twice, and with rotary positions a
+            model reads on before any training as if the text had not been cut there.
+        sinks: first positions of a document whose keys and values are carried with `kept`, to every window: there many
+            models park the attention that is of no use.
         hidden_sizes: hidden layers of the feed-forward network.
         residual: add what was pooled to what the network makes of it, which starts at zero. So before any training the
             carried vectors are hidden states, which the layer above those that were pooled can read.
@@ -59,6 +65,8 @@ class RecurrenceConfig:
     pooling: Pooling = "mean"
     pooled_layers: PooledLayers = "all"
     slots: int = 1
+    kept: int = 0
+    sinks: int = 0
     hidden_sizes: tuple[int, ...] = (200, 200, 200)
     residual: bool = False
     insert_at: int | tuple[int, ...] | Literal["all"] = 2
@@ -87,8 +95,12 @@ class RecurrenceConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.insert_at, list):
             object.__setattr__(self, "insert_at", tuple(self.insert_at))
-        for name in ("window", "slots"):
-            _require(self, name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "an integer of at least 1")
+        for name in ("kept", "sinks"):
+            _require(self, name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "an integer of at least 0")
+        _require(self, "sinks", self.kept > 0 or self.sinks == 0, "0 without `kept`")
+        for name, least in (("window", 1), ("slots", 0 if self.kept else 1)):
+            value = getattr(self, name)
+            _require(self, name, _is_int(value) and value >= least, f"an integer of at least {least}")
         _require(self, "overlap", _is_int(self.overlap), "an integer of at least 0")
         for name, choices in (("pooling", get_args(Pooling)), ("pooled_layers", get_args(PooledLayers))):
             _require(self, name, getattr(self, name) in choices, "one of " + ", ".join(map(repr, choices)))
@@ -109,6 +121,14 @@ class RecurrenceConfig:
         _require(self, "init_std", self.init_std >= 0, "0 or more")
         room = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
         _require(self, "slots", self.slots <= room, f"at most {room}, the document tokens of a window")
+        _require(self, "sinks", self.sinks <= room, f"at most {room}, the document tokens of a window")
+        stride = room - self.overlap
+        _require(self, "kept", self.kept <= stride, f"at most {stride}, by which a window is ahead of the one before")
+
+    @property
+    def seen(self) -> int:
+        """Earlier positions whose keys and values a window sees."""
+        return self.kept + self.sinks
 
     @property
     def separate(self) -> bool:
@@ -116,7 +136,9 @@ class RecurrenceConfig:
         return self.state_per_layer or self.pooled_layers == "below"
 
     def insertion_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers the state enters, counted from 1, in order."""
+        """The layers the pooled state enters, counted from 1, in order."""
+        if not self.slots:
+            return ()
         if self.insert_at == "all":
             return tuple(range(2 if self.pooled_layers == "below" else 1, num_layers + 1))
         layers: Any = (self.insert_at,) if isinstance(self.insert_at, int) else self.insert_at
@@ -156,7 +178,7 @@ class RecurrentModelConfig(PreTrainedConfig):
 
     @property
     def insertion_layers(self) -> tuple[int, ...]:
-        """The layers the state enters, counted from 1."""
+        """The layers the pooled state enters, counted from 1."""
         return self.recurrence.insertion_layers(self.base_config.num_hidden_layers)
 
     @property
@@ -164,6 +186,14 @@ class RecurrentModelConfig(PreTrainedConfig):
         """Shape of one row's carried vectors: states (1, or one per insertion layer), slots, hidden size."""
         groups = len(self.insertion_layers) if self.recurrence.separate else 1
         return groups, self.recurrence.slots, self.base_config.hidden_size
+
+    @property
+    def kept_shape(self) -> tuple[int, int, int, int, int] | None:
+        """Shape of one row's carried keys and values: layers, 2, heads, positions, their size; None without any."""
+        if not self.recurrence.kept:
+            return None
+        heads, size = self.architecture.heads(self.base_config)
+        return self.base_config.num_hidden_layers, 2, heads, self.recurrence.seen, size
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
         return self.base_config if self.base_config is not None else self
@@ -188,7 +218,7 @@ def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architectur
     """Refuse a recurrence that the base model cannot carry out."""
     depth = base.num_hidden_layers
     layers = recurrence.insertion_layers(depth)
-    if not layers:
+    if not layers and recurrence.slots:
         raise ValueError(f"pooled_layers='below': {base.model_type} has a single layer, and none below it. Use 'all'.")
     missing = [layer for layer in layers if layer > depth]
     if missing:

@@ -80,6 +80,8 @@ def encode(
     if isinstance(texts, str):
         raise ValueError("texts is one string: give a list of documents.")
     reader = headless(model)
+    if needs_state(output, pooling) and not reader.config.recurrence.slots:
+        raise ValueError("the model pools nothing (slots=0): there is no state to give out as a vector.")
     overlap = reader.config.recurrence.overlap if overlap is None else overlap
     checks.overlap(reader.config, overlap)
     tokenised = [_tokens(f"texts[{i}]", text, tokenizer, output == "tokens") for i, text in enumerate(texts)]

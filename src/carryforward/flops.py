@@ -32,7 +32,7 @@ class Flops:
 
     Attributes:
         base: the layers' matrices and attention: the paper's column.
-        recurrence: pooling, feed-forward network, and what the inserted slots cost the layers they enter.
+        recurrence: pooling, feed-forward network, and what inserted slots and kept keys cost the layers they enter.
         vocabulary: the projection to the vocabulary of a causal model. 0 for an encoder: its config names no head.
     """
 
@@ -135,7 +135,8 @@ def _recurrence(base: PreTrainedConfig, recurrence: RecurrenceConfig, overlap: i
     size, slots, window = base.hidden_size, recurrence.slots, recurrence.window
     entered = recurrence.insertion_layers(base.num_hidden_layers)
     projections = _matrices(_json(base)).attention
-    pooled_layers = {"all": base.num_hidden_layers, "last": 1, "below": len(entered)}[recurrence.pooled_layers]
+    sources = {"all": base.num_hidden_layers, "last": 1, "below": len(entered)}
+    pooled_layers = sources[recurrence.pooled_layers] if slots else 0
     streams = len(entered) if recurrence.pooled_layers == "below" else 1
     room = window - len(recurrence.prefix) - len(recurrence.suffix)
     positions = min(room, room - overlap + recurrence.overlap)  # as `reading.Reading.pooled`
@@ -151,6 +152,8 @@ def _recurrence(base: PreTrainedConfig, recurrence: RecurrenceConfig, overlap: i
         "project": sum(2 * projections[layer - 1] * slots for layer in entered),
         "attend": 4 * _width(base) * slots * window * len(entered),  # every query sees every slot: no triangle
         "unread": 4 * _width(base) * slots * seen_by_slots * len(entered),  # the slots' own queries
+        # Keys and values that are kept cost nothing but being looked at, by the slots' queries too.
+        "kept": 4 * _width(base) * recurrence.seen * (window * base.num_hidden_layers + slots * len(entered)),
     }
 
 

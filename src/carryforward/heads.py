@@ -60,7 +60,7 @@ class _TokenModel(RecurrentPreTrainedModel):
         # before the windows: afterwards their gradients take the room
         n_scored = None if reading.labels is None else reading.count_scored()
         emissions, carried = self._unroll(reading, emit if reading.outputs else None)
-        fields: dict[str, Any] = {"state": reading.state(carried)}
+        fields: dict[str, Any] = {"state": reading.state(*self._parts(carried))}
         if not reading.causal:
             fields["emitted"] = torch.tensor(reading.emitted())
         if n_scored is not None:
@@ -306,7 +306,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             assert summary is not None, "documents that end have had a window"
             logits = self.config.architecture.classify(self.base, summary)  # type: ignore[misc]
             loss = None if labels is None else ForSequenceClassificationLoss(labels, logits, self.config)
-        state, emitted = reading.state(carried, summary), torch.tensor(reading.emitted())
+        state, emitted = reading.state(*self._parts(carried), summary), torch.tensor(reading.emitted())
         return RecurrentOutput(loss=loss, logits=logits, emitted=emitted, state=state)
 
 

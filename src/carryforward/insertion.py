@@ -6,6 +6,8 @@ code: a hook puts the state, passed through the layer's own norm, in front of th
 second one takes its positions off the output. The module's own projections make its keys and values; its queries
 give results nobody reads. That costs a slot the attention's projections, and no feed-forward network.
 
+Keys and values of earlier positions enter where they are used, and those of the window are noted there (`doors`).
+
 What belongs to one call travels with the call, as the keyword `carry`, which transformers hands down to every layer:
 under gradient checkpointing a layer runs again during the backward pass and must meet its own window's state. The
 hooks themselves hold no reference to any model, so copies and pickles of a model are independent of it.
@@ -13,7 +15,7 @@ hooks themselves hold no reference to any model, so copies and pickles of a mode
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import masking_utils
+
+from .doors import Door
 
 _HIDDEN = torch.finfo(torch.float32).min  # what eager attention adds where nothing is to be seen
 
@@ -36,6 +40,7 @@ class Architecture:
         norm: the layer's norm in front of attention; None where the norm comes after it.
         attention: path from a layer to the module that makes keys and values.
         rotary: positions are rotations of queries and keys, not learned vectors.
+        rotary_by_type: layers of different attention types are rotated differently.
         offset_positions: learned positions start after the padding id, so that fewer can be used.
         masks_by_type: layers of different attention types take their masks from a dictionary.
         classify: the classification head applied to first-token vectors [B, k]; None where there is no such head.
@@ -46,6 +51,7 @@ class Architecture:
     norm: str | None
     attention: str
     rotary: bool = False
+    rotary_by_type: bool = False
     offset_positions: bool = False
     masks_by_type: bool = False
     classify: Callable[[Any, Tensor], Tensor] | None = None
@@ -54,6 +60,28 @@ class Architecture:
         """How many positions the base model can use, or was trained on where they are rotary."""
         skipped = config.pad_token_id + 1 if self.offset_positions else 0
         return config.max_position_embeddings - skipped
+
+    def heads(self, config: Any) -> tuple[int, int]:
+        """How many heads have keys of their own, and the size of a key."""
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size
+
+    def moved(self, body: Any, keys: Tensor, by: int) -> Tensor:
+        """Keys [B, L, heads, n, d] of all layers, `by` positions further back; as they are where positions are no
+        rotations."""
+        if not self.rotary:
+            return keys
+        config, found = body.config, {}
+        kinds = config.layer_types if self.rotary_by_type else [None] * keys.shape[1]
+        positions = torch.arange(2, device=keys.device)[None] * -by  # none, and so many back
+        for kind in set(kinds):
+            cos, sin = body.rotary_emb(keys.float(), positions, *([kind] if self.rotary_by_type else []))
+            found[kind] = cos[0, 1] / cos[0, 0], sin[0, 1] / cos[0, 0]  # some models scale them
+        cos, sin = (torch.stack([found[kind][i] for kind in kinds])[:, None, None] for i in (0, 1))
+        turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+        half = turned.shape[-1] // 2
+        swapped = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
+        return torch.cat([(turned * cos + swapped * sin).to(keys.dtype), rest], dim=-1)
 
     def masks(self, config: Any, positions: Tensor, keys: int) -> Any:
         """Attention masks for queries at `positions` [B, n] of a window, over keys at the window's first `keys` ones.
@@ -64,7 +92,7 @@ class Architecture:
         full = distance >= 0
         sliding = getattr(config, "sliding_window", None)
         near = full if sliding is None else full & (distance < sliding)
-        if config._attn_implementation == "eager":
+        if config._attn_implementation.endswith("eager"):
             full, near = (torch.zeros_like(m, dtype=torch.float).masked_fill(~m, _HIDDEN) for m in (full, near))
         return {"full_attention": full, "sliding_attention": near} if self.masks_by_type else near
 
@@ -111,7 +139,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": _llama,
     "qwen2": _qwen,
     "qwen3": _qwen,
-    "gemma3_text": _qwen,
+    "gemma3_text": replace(_qwen, rotary_by_type=True),
     "phi": _llama,
     "bert": _bert,
     "roberta": _roberta,
@@ -119,7 +147,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "camembert": _roberta,
     "electra": Architecture(False, "encoder.layer", None, "attention.self", classify=_first_token_head),
     "distilbert": Architecture(False, "transformer.layer", None, "attention", classify=_distilbert_head),
-    "modernbert": Architecture(False, "layers", "attn_norm", "attn", rotary=True, classify=_modernbert_head),
+    "modernbert": Architecture(
+        False, "layers", "attn_norm", "attn", rotary=True, rotary_by_type=True, classify=_modernbert_head
+    ),
 }
 
 # Settings under which a supported type computes something else than this file assumes.
@@ -154,17 +184,25 @@ class Carry:
     Not a dataclass: FSDP copies those on their way to a layer, and outputs would be written to the copy.
 
     Attributes:
-        seen: [B]; where keys and values are kept (generation), which rows see slots kept by an earlier call.
         slots: for each layer the state enters (counted from 1), the vectors it receives, [B, S, k].
-        kept: for each layer that keeps such slots, their number.
+        earlier: for each layer, keys and values of earlier positions, each [B, heads, n, d].
+        before: the same as the state has them.
+        noting: whether keys and values of the window are wanted.
+        held: in generation, for each layer, how many of a cache's first places are the state's.
+        seen: [B]; which rows see those.
         outputs: filled by the call: each layer's output [B, T, k].
+        noted: filled by the call: each layer's keys and values, each [B, heads, T, d].
     """
 
     def __init__(self) -> None:
         self.slots: dict[int, Tensor] = {}
-        self.kept: dict[int, int] = {}
+        self.earlier: dict[int, tuple[Tensor, Tensor]] = {}
+        self.before: Tensor | None = None
+        self.noting = False
+        self.held: dict[int, int] = {}
         self.seen: Tensor | None = None
         self.outputs: dict[int, Tensor] | None = {}
+        self.noted: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take_outputs(self) -> list[Tensor]:
         """The outputs of layers 1 to L, once; layers that are run again for the backward pass find no room to write."""
@@ -211,35 +249,47 @@ def install(body: nn.Module, architecture: Architecture) -> None:
 
 
 def _enter(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Hand a layer's slots, through its own norm, on to its attention."""
+    """Hand what is a layer's on to its attention; slots through its own norm."""
     carry = kwargs.get("carry")
-    if carry is not None and carry.kept.get(number):
-        return args, {**kwargs, "kept_slots": (carry.kept[number], carry.seen)}
-    if carry is None or number not in carry.slots:
+    if carry is None:
         return None
+    more: dict[str, Any] = {}
+    if carry.held.get(number):
+        more["held"] = carry.held[number], carry.seen
+    if number in carry.slots:
+        more["slots"] = _normed(layer, norm, carry.slots[number])
+    if carry.noting or number in carry.earlier:
+        count = more["slots"].shape[1] if "slots" in more else 0
+        more["door"] = Door(carry.earlier.get(number), count, carry.noting)
+    return args, {**kwargs, **more}
+
+
+def _normed(layer: nn.Module, norm: str | None, slots: Tensor) -> Tensor:
     weight = next(layer.parameters())
-    slots = carry.slots[number].to(weight.dtype)
+    slots = slots.to(weight.dtype)
     if weight.device.type != "meta":  # offloaded weights come to the input, others are met where they are
         slots = slots.to(weight.device)
     if norm is not None:
         slots = layer.get_submodule(norm)(slots)
-    return args, {**kwargs, "slots": slots}
+    return slots
 
 
 def _collect(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
-    """Note a layer's output."""
+    """Note a layer's output, and what went through its door."""
     carry = kwargs.get("carry")
     if carry is not None and carry.outputs is not None:
         carry.outputs[number] = output
+        if carry.noting:
+            carry.noted[number] = kwargs["door"].noted
 
 
 def _prepend(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Put the slots in front of an attention module's input."""
-    if "kept_slots" in kwargs:
-        return args, {**kwargs, "attention_mask": _show_kept(kwargs["attention_mask"], *kwargs["kept_slots"])}
+    if "held" in kwargs:
+        kwargs = {**kwargs, "attention_mask": _show_held(kwargs["attention_mask"], *kwargs["held"])}
     slots = kwargs.get("slots")
     if slots is None:
-        return None
+        return args, kwargs
     count = slots.shape[1]
     hidden = args[0] if args else kwargs["hidden_states"]
     hidden = torch.cat([slots.to(hidden.device, hidden.dtype), hidden], dim=1)
@@ -266,8 +316,8 @@ def _grow_mask(mask: Tensor | None, count: int) -> Tensor | None:
     return pad(mask, (count, 0, rows, 0), value=True if mask.dtype == torch.bool else 0.0)
 
 
-def _show_kept(mask: Tensor, count: int, seen: Tensor) -> Tensor:
-    """Columns for slots whose keys and values are kept, visible in the rows that have some."""
+def _show_held(mask: Tensor, count: int, seen: Tensor) -> Tensor:
+    """Columns for what a cache holds of the state, visible in the rows that have some."""
     visible = seen.to(mask.device)[:, None, None, None].expand(-1, 1, mask.shape[2], count)
     if mask.dtype != torch.bool:
         visible = torch.zeros_like(visible, dtype=mask.dtype).masked_fill(~visible, _HIDDEN)

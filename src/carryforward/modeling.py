@@ -5,7 +5,8 @@ Cutting documents into windows is `reading`'s, inserting the state `insertion`'s
 here they meet. What a window gives out depends on the head and is said in `heads`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
@@ -16,15 +17,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
-from . import bptt, checkpoints, checks, insertion
+from . import bptt, checkpoints, checks, doors, insertion
 from .configuration import RecurrentModelConfig
 from .memory import Allowance
-from .reading import Cell, Reading
+from .program import Emit, Program
+from .reading import Reading
 from .recording import Result, Work
 from .recurrence import Recurrence
-from .replay import Call, FastPath, Replays
+from .replay import FastPath, Replays
 from .state import State
 from .window_cache import WindowCache
+from .windows import Span
 
 logger = logging.get_logger(__name__)
 
@@ -51,85 +54,6 @@ class RecurrentOutput(ModelOutput):
     emitted: Tensor | None = None
     state: State | None = None
     past_key_values: WindowCache | None = None
-
-
-# Runs the base model on a cell's inputs and gives what the cell emits.
-Emit = Callable[[Cell, dict[str, Any]], bptt.Emission]
-
-
-class _Program(bptt.Program):
-    """One call's windows, for `bptt.unroll`. Without `emit` a window gives the summed loss of its targets."""
-
-    def __init__(
-        self,
-        model: "RecurrentPreTrainedModel",
-        reading: Reading,
-        emit: Emit | None,
-        replays: Call | None = None,
-        setting: tuple = (),
-    ):
-        """
-        Args:
-            setting: what the memory of a window depends on beside its shape.
-        """
-        self.model = model
-        self.reading = reading
-        self.emit = emit
-        self.replays = replays
-        self.setting = setting
-        self.cells: list[Cell | None] = [*reading.cells]
-        self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
-
-    def idle(self) -> None:
-        """Wait for the other ranks: as many cells as the one with the most, those beyond our own without effect."""
-        most = torch.tensor(len(self.cells), device=self.model.device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        self.cells += [None] * (int(most) - len(self.cells))
-
-    def kind(self, cell: Cell | None) -> tuple:
-        if cell is None:
-            return ()
-        weight = self.model.recurrence.weight
-        autocast = torch.is_autocast_enabled(weight.device.type)
-        return len(cell.rows), cell.width, cell.has_state, self.emit is None, autocast, weight.dtype, *self.setting
-
-    def gathered(self) -> list[Tensor | None]:
-        return [] if self.replays is None else self.replays.gathered()
-
-    def advance(self, cell: Cell | None, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
-        reading, model = self.reading, self.model
-        if cell is None:
-            ids = reading.tokens.new_zeros(1, 1)
-            return (model.base(input_ids=ids, use_cache=False).logits.sum() * 0,), table
-        pooled = reading.pooled(cell) if reading.use_state else {}
-        if not head and not pooled:
-            return (), table
-        everyone = len(cell.rows) == len(table)
-        carried = None
-        if cell.has_state:
-            carried = table if everyone else table.index_select(0, reading.index(cell.rows))
-            if any(cell.cut):
-                carried = torch.where(reading.index(cell.cut)[:, None, None, None], carried.detach(), carried)
-        ids, mask = reading.inputs(cell)
-        emitted: bptt.Emission = ()
-        if self.emit is None:
-            start, targets = reading.scored(cell) if head else (0, None)
-            work = Work(ids, mask, carried, targets, start, tuple(pooled), model._allowance.size(self.kind(cell)))
-            nll, states = model._window(work) if self.replays is None else self.replays.run(work, table)
-            emitted = () if nll is None else (nll,)
-        else:
-            carry, inputs = model._inputs(ids, mask, carried)
-            if head:
-                emitted = self.emit(cell, inputs)
-            else:
-                model._body(**inputs)
-            states = model._states(carry, tuple(pooled))
-        for new, done in zip(states, pooled.values(), strict=True):
-            if len(done) < len(table):
-                rows = reading.index([cell.rows[i] for i in done])
-                new = table.index_copy(0, rows, new.index_select(0, reading.index(done)))
-            table = new
-        return emitted, table
 
 
 @contextmanager
@@ -167,7 +91,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         if base is not None:
             for module in base.modules():  # `post_init` must not initialise what the user brings
                 module._is_hf_initialized = True  # type: ignore[assignment]
-        self.recurrence = Recurrence(config.recurrence, config.base_config.num_hidden_layers, config.state_shape[-1])
+        layers, size = config.base_config.num_hidden_layers, config.base_config.hidden_size
+        self.recurrence = Recurrence(config.recurrence, layers, size, config.kept_shape)
         insertion.install(self._body, config.architecture)
         self.replays = Replays()
         self._allowance = Allowance()
@@ -183,6 +108,20 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """Which vectors enter which layer: one state for all of them, or one each."""
         layers = self.config.insertion_layers
         return {layer: carried[:, i if carried.shape[1] > 1 else 0] for i, layer in enumerate(layers)}
+
+    def _table(self, state: State) -> Tensor:
+        """All numbers of a state, [B, m]: one tensor for everything that is the same whatever they are."""
+        parts = [state.carried] if state.kept is None else [state.carried, state.kept]
+        return torch.cat([part.flatten(1).to(self.recurrence.weight) for part in parts], dim=1)
+
+    def _parts(self, table: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The carried vectors, and the keys and values."""
+        shape, kept_shape = self.config.state_shape, self.config.kept_shape
+        carried, kept = table.tensor_split([math.prod(shape)], dim=1)
+        return carried.reshape(len(table), *shape), None if kept_shape is None else kept.unflatten(1, kept_shape)
+
+    def _move(self, keys: Tensor, back: int) -> Tensor:
+        return self.config.architecture.moved(self._body, keys, back)
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -220,24 +159,46 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         checks.classes(labels, self._num_classes)
         return reading
 
-    def _inputs(self, ids: Tensor, mask: Tensor | None, carried: Tensor | None) -> tuple[insertion.Carry, dict]:
-        """What the base model is called with for one window."""
-        carry = insertion.Carry()
-        if carried is not None:
+    def _inputs(
+        self, ids: Tensor, mask: Tensor | None, state: Tensor | None, passes_on: bool
+    ) -> tuple[insertion.Carry, dict]:
+        """What the base model is called with for one window.
+
+        Args:
+            state: all its numbers, [b, m].
+            passes_on: a state will be made of the window.
+        """
+        carry, keeping = insertion.Carry(), self.recurrence.keeping
+        if keeping is not None:
+            doors.open_doors(self._body.config)
+            carry.noting = passes_on
+        if state is not None:
+            carried, carry.before = self._parts(state)
             carry.slots = self._slots(carried)
+            if keeping is not None and carry.before is not None:
+                carry.earlier = keeping.entering(carry.before)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "carry": carry, "return_dict": True}
         if self.config.architecture.causal:
             inputs["use_cache"] = False
         return carry, inputs
 
-    def _states(self, carry: insertion.Carry, pooled: tuple[tuple[int, int], ...]) -> tuple[Tensor, ...]:
-        """The states that a window passes on, one for each range of positions."""
-        outputs = carry.take_outputs() if pooled else []
-        return tuple(self.recurrence(outputs, *positions) for positions in pooled)
+    def _states(self, carry: insertion.Carry, pooled: tuple[Span, ...]) -> tuple[Tensor, ...]:
+        """The states that a window passes on, one for each range of positions, [b, m]."""
+        outputs, keeping = carry.take_outputs() if pooled else [], self.recurrence.keeping
+        states = []
+        for start, stop, following in pooled:
+            parts = []
+            if self.config.recurrence.slots:
+                parts.append(self.recurrence(outputs, start, stop).flatten(1))
+            if keeping is not None:
+                noted = [carry.noted[layer] for layer in sorted(carry.noted)]
+                parts.append(keeping.leaving(noted, carry.before, start, following, self._move).flatten(1))
+            states.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        return tuple(states)
 
     def _window(self, work: Work) -> Result:
         """One window's loss and states: all that training runs on a device, and no decision that depends on data."""
-        carry, inputs = self._inputs(work.ids, work.mask, work.carried)
+        carry, inputs = self._inputs(work.ids, work.mask, work.carried, passes_on=bool(work.pooled))
         nll = None
         if work.targets is None:
             self._body(**inputs)
@@ -250,7 +211,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         raise NotImplementedError
 
     def _unroll(self, reading: Reading, emit: Emit | None = None) -> tuple[list[bptt.Emission], Tensor]:
-        """Run the windows: what they emit (without `emit`, the summed loss), and the vectors carried on."""
+        """Run the windows: what they emit (without `emit`, the summed loss), and the state after them, [B, m]."""
         recurrence = self.config.recurrence
         modules = list(self.modules())
         weights = list(
@@ -263,7 +224,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         recordable = emit is None and not sharded and not keep_graph
         replays = self.replays.begin(self, modules, weights) if recordable else None
         training = any(module.training for module in modules)
-        program = _Program(self, reading, emit, replays, (training, len(parameters)))
+        program = Program(self, reading, emit, replays, (training, len(parameters)))
         if sharded and emit is None:
             program.idle()
         self._allowance.keep = recurrence.keep_windows
@@ -278,7 +239,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             seeds=bptt.draw_seeds(len(program.cells)) if training else None,
             devices={weight.device for weight in weights},
         )
-        return bptt.unroll(plan, reading.before.carried.to(self.recurrence.weight))
+        return bptt.unroll(plan, self._table(reading.before))
 
     @torch.no_grad()
     def advance_state(
@@ -301,11 +262,11 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             input_ids, attention_mask, None, state,
             overlap=overlap, use_state=use_state, outputs=final, final=final, closing=final,
         )  # fmt: skip
-        program = _Program(self, reading, lambda cell, inputs: ())
-        table = reading.before.carried.to(self.recurrence.weight)
+        program = Program(self, reading, lambda cell, inputs: ())
+        table = self._table(reading.before)
         for cell in reading.cells:
             _, table = program.advance(cell, table, head=False)
-        return reading.state(table)
+        return reading.state(*self._parts(table))
 
     def _is_sharded(self, modules: Sequence[nn.Module]) -> bool:
         """Whether FSDP gathers weights window by window. Gradients must then reach it through the plain graph, and all
@@ -326,8 +287,10 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """The state of documents of which nothing has been read yet."""
         overlap = self.config.recurrence.overlap if overlap is None else overlap
         counts = torch.zeros(batch, dtype=torch.long)
+        zeros, kept_shape = self.recurrence.weight.new_zeros, self.config.kept_shape
         return State(
-            carried=self.recurrence.weight.new_zeros(batch, *self.config.state_shape),
+            carried=zeros(batch, *self.config.state_shape),
+            kept=None if kept_shape is None else zeros(batch, *kept_shape),
             started=counts.bool(), tokens=counts[:, None][:, :0], pending=counts, read=counts,
             signature=f"{self._signature}, overlap {overlap}",
         )  # fmt: skip
@@ -337,9 +300,10 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """What a state must have in common with the model it is given to, in words for an error message."""
         base, recurrence = self.config.base_config, self.config.recurrence
         shape = "x".join(map(str, self.config.state_shape))
+        kept = f"kept {recurrence.sinks}+{recurrence.kept}, " if recurrence.kept else ""
         return (
             f"{base.model_type} of {base.num_hidden_layers} layers, vocabulary {base.vocab_size}, state {shape}, "
-            f"window {recurrence.window}"
+            f"{kept}window {recurrence.window}"
         )
 
     @property
@@ -382,8 +346,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         self.base.set_output_embeddings(value)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Recurrence):
-            module.reset_parameters()
+        """Nothing is left to be done: the base model and the recurrence start themselves."""
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any

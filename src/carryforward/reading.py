@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from .configuration import RecurrentModelConfig
 from .state import State
-from .windows import Window, encoder_schedule, schedule
+from .windows import Span, Window, encoder_schedule, schedule
 
 IGNORE = -100  # the label of a target that is not scored, as everywhere in Hugging Face
 
@@ -243,16 +243,17 @@ class Reading:
             destinations.append(column + row * width)
         return torch.cat(rows), torch.cat(positions), torch.cat(destinations)
 
-    def pooled(self, cell: Cell) -> dict[tuple[int, int], list[int]]:
+    def pooled(self, cell: Cell) -> dict[Span, list[int]]:
         """The positions of finished windows that are pooled, each range with its rows in the cell: neither prefix nor
         suffix, and such that the state runs as far ahead of the next window, if there is one, as it did in training,
         where the overlap may have been another (footnote 3)."""
-        found: dict[tuple[int, int], list[int]] = {}
+        found: dict[Span, list[int]] = {}
         for i, (row, window) in enumerate(zip(cell.rows, cell.windows, strict=True)):
             if cell.finished[i]:
-                ahead = 0 if self._closes(row, window) else self.config.recurrence.overlap - self.overlap
-                stop = len(self.prefix) + window.end - window.start + min(ahead, 0)
-                found.setdefault((len(self.prefix), stop), []).append(i)
+                start, closes = len(self.prefix), self._closes(row, window)
+                end = start + window.end - window.start
+                stop = end if closes else end + min(self.config.recurrence.overlap - self.overlap, 0)
+                found.setdefault(Span(start, stop, end if closes else end - self.overlap), []).append(i)
         return found
 
     def _columns(self, cell: Cell, ahead: int = 0) -> tuple[Tensor, Tensor]:
@@ -305,7 +306,7 @@ class Reading:
                 place[row, inside] = columns[source]
         return place
 
-    def state(self, carried: Tensor, summary: Tensor | None = None) -> State:
+    def state(self, carried: Tensor, kept: Tensor | None, summary: Tensor | None = None) -> State:
         """Where the documents stand after this call."""
         starts, started = [], self.before.started.tolist()
         for row, windows in enumerate(self.schedules):
@@ -320,6 +321,7 @@ class Reading:
         return dataclasses.replace(
             self.before,
             carried=carried,
+            kept=kept,
             started=torch.tensor(started),
             tokens=self.tokens.gather(1, columns),
             pending=torch.tensor(pending),

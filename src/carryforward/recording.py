@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import insertion, losses
 from .reading import IGNORE
+from .windows import Span
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Work:
 
     Attributes:
         ids, mask: tokens [b, n] and, where an encoder needs one, the attention mask.
-        carried: the state, [b, G, S, k], or None in a document's first window.
+        carried: the state, all its numbers, [b, m], or None in a document's first window.
         targets: what positions from `start` on are scored on, [b, n - start].
         pooled: ranges of positions; a state is made of each.
         size: bytes that its graph holds on to, as far as is known.
@@ -34,7 +35,7 @@ class Work:
     carried: Tensor | None
     targets: Tensor | None
     start: int
-    pooled: tuple[tuple[int, int], ...]
+    pooled: tuple[Span, ...]
     size: int = 0
 
 

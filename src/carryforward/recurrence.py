@@ -11,16 +11,27 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import init
 
 from .configuration import RecurrenceConfig
+from .keeping import Keeping
 
 
 class Recurrence(nn.Module):
-    """Pools the outputs of all layers over a window (z) and turns them into the carried vectors (h_prev)."""
+    """Pools the outputs of all layers over a window (z) and turns them into the carried vectors (h_prev).
 
-    def __init__(self, config: RecurrenceConfig, num_layers: int, hidden_size: int):
+    Without slots it does nothing but own what is kept (`keeping`), if anything is.
+    """
+
+    def __init__(
+        self, config: RecurrenceConfig, num_layers: int, hidden_size: int, kept_shape: Sequence[int] | None = None
+    ):
         super().__init__()
         self.config = config
+        self.keeping = Keeping(config, kept_shape) if kept_shape else None
+        self.networks = nn.ModuleList()
+        if not config.slots:
+            return
         layers = config.insertion_layers(num_layers)
         outputs = {"all": range(num_layers), "last": [num_layers - 1], "below": [layer - 2 for layer in layers]}
         self.pooled = list(outputs[config.pooled_layers])  # from 0
@@ -30,7 +41,8 @@ class Recurrence(nn.Module):
         if config.pooling == "attention":
             self.keys = nn.Parameter(torch.empty(config.slots, self.width))
         groups = len(layers) if config.separate else 1
-        self.networks = nn.ModuleList(_feed_forward(hidden_size, config.hidden_sizes) for _ in range(groups))
+        self.networks.extend(_feed_forward(hidden_size, config.hidden_sizes) for _ in range(groups))
+        self._start()
 
     def forward(self, hidden: Sequence[Tensor], start: int, stop: int) -> Tensor:
         """Pool positions ``start`` to ``stop``.
@@ -60,7 +72,10 @@ class Recurrence(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The last linear layer's weight: states live on its device, in its precision."""
-        return self.networks[0][-1].weight  # type: ignore[index]
+        if self.networks:
+            return self.networks[0][-1].weight  # type: ignore[index]
+        assert self.keeping is not None, "a state is pooled or kept"
+        return self.keeping.offsets
 
     def pool(self, layers: Sequence[Tensor]) -> Tensor:
         """Equation 1 and its alternatives: the chosen layers, each [B, P, k], to [B, S, m]."""
@@ -88,10 +103,8 @@ class Recurrence(nn.Module):
             total = total + weight * layer
         return total
 
-    def reset_parameters(self) -> None:
-        """The start: α = 0, linear layers as PyTorch starts them, the last one N(0, init_std), or 0 if residual."""
-        from transformers import initialization as init  # leaves alone what a checkpoint has just filled
-
+    def _start(self) -> None:
+        """α = 0, linear layers as PyTorch starts them, the last one N(0, init_std), or 0 if residual."""
         if self.config.pooled_layers == "all":
             init.zeros_(self.layer_logits)
         if self.config.pooling == "attention":

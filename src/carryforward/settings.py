@@ -53,6 +53,8 @@ class TrainSettings:
     window: int | None = _recurrence(None, "Tokens read at once (300).")
     overlap: int | None = _recurrence(None, "Tokens that consecutive windows share (0).")
     slots: int | None = _recurrence(None, "Vectors carried (1).")
+    kept: int | None = _recurrence(None, "Newest positions whose keys and values are carried (0).")
+    sinks: int | None = _recurrence(None, "A document's first positions, whose are carried too (0).")
     insert_at: tuple[str, ...] | None = _recurrence(None, "Layers the state enters, from 1, or all (2).")
     pooling: str | None = _recurrence(None, "mean, max or attention (mean).")
     pooled_layers: str | None = _recurrence(None, "all, last, or below (all).")
@@ -109,8 +111,8 @@ class TrainSettings:
 
     def recurrence_fields(self) -> dict[str, Any]:
         """The fields of `RecurrenceConfig` that were given."""
-        names = ("window", "overlap", "slots", "pooling", "pooled_layers", "hidden_sizes", "residual", "init_std",
-                 "state_per_layer", "bptt_windows")  # fmt: skip
+        names = ("window", "overlap", "slots", "kept", "sinks", "pooling", "pooled_layers", "hidden_sizes",
+                 "residual", "init_std", "state_per_layer", "bptt_windows")  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.keep_windows is not None:
             given["keep_windows"] = _windows(self.keep_windows)

@@ -24,6 +24,7 @@ class State:
 
     Attributes:
         carried: the vectors the next window receives (h_prev), [B, states, slots, k]; meaningless where not started.
+        kept: the keys and values it receives, [B, layers, 2, heads, positions, d], if the model carries some.
         started: whether a row has finished a window and so has carried vectors, [B], on the CPU.
         tokens: each row's tokens from the unfinished window's start on, [B, P], right-padded.
         pending: how many of them are real, [B], on the CPU.
@@ -39,6 +40,7 @@ class State:
     tokens: Tensor
     pending: Tensor
     read: Tensor
+    kept: Tensor | None = None
     labels: Tensor | None = None
     summary: Tensor | None = None
     ended: bool = False

@@ -53,6 +53,7 @@ class WindowCache(Cache):
         self.values: dict[int, Tensor] = {}
         self._recorded: _RecordedStep | None = None
         self._steps = 0  # since the buffers were made
+        self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # what the call that is running brings
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies have buffers of their own, which a recording does not know."""
@@ -69,16 +70,22 @@ class WindowCache(Cache):
     def update(  # type: ignore[override]
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Put a call's keys and values, [b, heads, n, d], in their places; give back those of the whole window."""
-        slots = self._kept_at(layer_idx + 1)
-        places = self._places + slots
-        if key.shape[2] > places.shape[1]:  # the call brings slots: they stand in front
-            front = torch.arange(slots, device=places.device).expand(len(places), -1)
+        """Put a call's keys and values, [b, heads, n, d], in their places, behind the state's; give back those of the
+        whole window."""
+        held = self._held_at(layer_idx + 1)
+        places = self._places + held
+        if layer_idx + 1 in self._earlier:  # the call brings some from before the window
+            key, value = (
+                torch.cat([old.to(new), new], dim=2)
+                for old, new in zip(self._earlier[layer_idx + 1], (key, value), strict=True)
+            )
+        if key.shape[2] > places.shape[1]:  # the call brings the state: it stands in front
+            front = torch.arange(held, device=places.device).expand(len(places), -1)
             places = torch.cat([front, places], dim=1)
         found = []
         for buffers, new in ((self.keys, key), (self.values, value)):
             if layer_idx not in buffers:
-                shape = (self._batch, key.shape[1], slots + self._window + 1, new.shape[3])
+                shape = (self._batch, key.shape[1], held + self._window + 1, new.shape[3])
                 buffers[layer_idx] = new.new_zeros(shape)
             buffer, rows = buffers[layer_idx], self._rows.to(new.device)
             buffer[rows[:, None], :, places.to(new.device)] = new.transpose(1, 2).to(buffer.dtype)
@@ -103,9 +110,10 @@ class WindowCache(Cache):
         for buffers in (self.keys, self.values):
             for layer, buffer in buffers.items():
                 buffers[layer] = buffer.index_select(0, beam_idx.to(buffer.device))
-        for name in ("_mixed", "_tokens", "_carried"):
+        for name in ("_mixed", "_tokens", "_carried", "_kept"):
             tensor = getattr(self, name)
-            setattr(self, name, tensor.index_select(0, beam_idx.to(tensor.device)))
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, beam_idx.to(tensor.device)))
         for name in ("_position", "_read", "_started", "_ended"):
             setattr(self, name, [getattr(self, name)[row] for row in rows])
 
@@ -152,21 +160,23 @@ class WindowCache(Cache):
         self._signature = state.signature
         self._batch, self._window = len(state), model.config.recurrence.window
         self._layers, self._slots = model.config.insertion_layers, model.config.recurrence.slots
+        self._seen, self._depth = model.config.recurrence.seen, model.config.base_config.num_hidden_layers
         device = state.tokens.device
-        self._carried = state.carried
+        self._carried, self._kept = state.carried, state.kept
         self._started: list[bool] = state.started.tolist()
         self._read: list[int] = state.read.tolist()
         self._position = [0] * self._batch
         self._ended = [False] * self._batch
         self._tokens = torch.zeros(self._batch, self._window + 1, dtype=torch.long, device=device)
-        self._mixed = model.recurrence.weight.new_zeros(self._batch, self._window + 1, model.recurrence.width)
+        width = model.recurrence.width if self._slots else 0
+        self._mixed = model.recurrence.weight.new_zeros(self._batch, self._window + 1, width)
         logits = None
         for sees in (False, True):
             rows = [row for row in range(self._batch) if self._sees_state(row) == sees]
             if rows:
                 lengths = [int(state.pending[row]) for row in rows]
                 tokens = state.tokens[rows, : max(lengths)]
-                part = self._call(model, rows, tokens, lengths, brings_slots=sees)
+                part = self._call(model, rows, tokens, lengths, brings_state=sees)
                 logits = part.new_zeros(self._batch, *part.shape[1:]) if logits is None else logits
                 logits[rows] = part
         assert logits is not None
@@ -188,18 +198,37 @@ class WindowCache(Cache):
             self._recorded.stale = True
         shared = self._tokens[full, self._window - self.overlap : self._window]
         if self.use_state:
-            pooled = model.recurrence.pool_mixed(self._mixed[full, : self._pooled(model)])
-            self._carried = self._carried.index_copy(0, self._index(full), model.recurrence.carried(pooled))
+            self._pass_on(model, full)
         for row in full:
             self._position[row], self._started[row] = 0, self.use_state
         tokens = torch.cat([shared, column[full].to(shared.device)], dim=1)
-        parts = [(full, self._call(model, full, tokens, [tokens.shape[1]] * len(full), brings_slots=self.use_state))]
+        parts = [(full, self._call(model, full, tokens, [tokens.shape[1]] * len(full), brings_state=self.use_state))]
         if rest:
             parts.append((rest, self._call(model, rest, column[rest], [new[row] for row in rest])))
         logits = parts[0][1].new_empty(self._batch, *parts[0][1].shape[1:])
         for rows, part in parts:
             logits[rows] = part
         return logits
+
+    def _pass_on(self, model: Any, rows: list[int]) -> None:
+        """The state after the windows of these rows, which are full."""
+        recurrence, index = model.recurrence, self._index(rows)
+        if self._slots:
+            pooled = recurrence.pool_mixed(self._mixed[rows, : self._pooled(model)])
+            self._carried = self._carried.index_copy(0, index, recurrence.carried(pooled))
+        if recurrence.keeping is None:
+            return
+        assert self._kept is not None
+        for started in (False, True):
+            some = [row for row in rows if self._started[row] == started]
+            if some:
+                noted = [
+                    tuple(buffers[layer][some, :, self._held_at(layer + 1) :] for buffers in (self.keys, self.values))
+                    for layer in sorted(self.keys)
+                ]
+                before = self._kept[some] if started else None
+                kept = recurrence.keeping.leaving(noted, before, 0, self._window - self.overlap, model._move)
+                self._kept = self._kept.index_copy(0, self._index(some).to(kept.device), kept)
 
     def _next(self, model: Any, column: Tensor, new: list[int]) -> Tensor:
         """One more token in every row that goes on, none of which begins a window."""
@@ -225,7 +254,7 @@ class WindowCache(Cache):
         rows: Sequence[int],
         tokens: Tensor,
         lengths: Sequence[int],
-        brings_slots: bool = False,
+        brings_state: bool = False,
     ) -> Tensor:
         """Run the base model on the next `lengths` tokens of some rows; tokens [b, n] are padded on the right.
 
@@ -237,13 +266,19 @@ class WindowCache(Cache):
         unread = offset >= torch.tensor(lengths, device=device)[:, None]
         index = self._index(rows)
         carry = insertion.Carry()
-        if brings_slots:
+        self._earlier = {}
+        if brings_state:
             carry.slots = model._slots(self._carried.index_select(0, index.to(self._carried.device)))
+            if self._kept is not None:
+                kept = self._kept.index_select(0, index.to(self._kept.device))
+                self._earlier = model.recurrence.keeping.entering(kept)
+                carry.held = dict.fromkeys(self._earlier, self._seen)
         else:
-            carry.kept = dict.fromkeys(self._layers, self._slots)
-            carry.seen = torch.tensor([self._sees_state(row) for row in rows])
+            carry.held = self._held()
+        carry.seen = torch.tensor([self._sees_state(row) for row in rows])
         last = sorted({max(length - 1, 0) for length in lengths})
         logits = self._run(model, index, tokens.to(device), start + offset, unread, carry, torch.tensor(last))
+        self._earlier = {}
         for row, length in zip(rows, lengths, strict=True):
             self._position[row] += length
         return logits[torch.arange(len(rows)), [last.index(max(length - 1, 0)) for length in lengths]][:, None]
@@ -271,9 +306,10 @@ class WindowCache(Cache):
             logits_to_keep=last.to(tokens.device),
             carry=carry,
         )
-        recurrence = model.recurrence
-        mixed = recurrence.mix([h.to(self._mixed) for h in recurrence.chosen(carry.take_outputs())])
-        self._mixed[rows[:, None], self._places.to(self._mixed.device)] = mixed
+        if self._slots:
+            recurrence = model.recurrence
+            mixed = recurrence.mix([h.to(self._mixed) for h in recurrence.chosen(carry.take_outputs())])
+            self._mixed[rows[:, None], self._places.to(self._mixed.device)] = mixed
         self._tokens[rows[:, None], self._places.to(self._tokens.device)] = tokens.to(self._tokens)
         return out.logits
 
@@ -281,9 +317,12 @@ class WindowCache(Cache):
         """A row begun with a state keeps it when `use_state` is False, as in `forward`, but does not look at it."""
         return self.use_state and self._started[row]
 
-    def _kept_at(self, layer: int) -> int:
-        """How many places in front of a layer's window are the slots'."""
-        return self._slots if layer in self._layers else 0
+    def _held_at(self, layer: int) -> int:
+        """How many places in front of a layer's window are the state's."""
+        return self._seen + (self._slots if layer in self._layers else 0)
+
+    def _held(self) -> dict[int, int]:
+        return {layer: self._held_at(layer) for layer in range(1, self._depth + 1)}
 
     def _pooled(self, model: Any) -> int:
         """How many positions of a window are pooled, as `Reading.pooled` has it."""
@@ -304,7 +343,7 @@ class WindowCache(Cache):
             return self.state_before
         pending = torch.tensor(self._position)
         return State(
-            carried=self._carried, started=torch.tensor(self._started),
+            carried=self._carried, kept=self._kept, started=torch.tensor(self._started),
             tokens=self._tokens[:, : int(pending.max())].clone(),  # the buffer is written on
             pending=pending, read=torch.tensor(self._read), signature=self._signature,
         )  # fmt: skip
@@ -334,7 +373,7 @@ class _RecordedStep:
 
         def step() -> Tensor:  # its effects are the same however often it is run
             carry = insertion.Carry()
-            carry.kept, carry.seen = dict.fromkeys(cache._layers, cache._slots), self.seen
+            carry.held, carry.seen = cache._held(), self.seen
             return cache._run(model, self.rows, self.column, self.position, self.new == 0, carry, self.last)
 
         self.mode = _mode(model)

@@ -8,6 +8,7 @@ about tensors, models or padding.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,19 @@ class Window:
     end: int
     score_from: int
     score_to: int
+
+
+class Span(NamedTuple):
+    """What a window passes on: positions of it.
+
+    Attributes:
+        start, stop: those that are pooled.
+        following: where the next window starts.
+    """
+
+    start: int
+    stop: int
+    following: int
 
 
 def schedule(length: int, window: int, overlap: int = 0, *, start: int = 0, score_from: int = 1) -> Iterator[Window]:

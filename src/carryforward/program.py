@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The windows of one call of a model, as `bptt` unrolls them: which rows run together, and where their states go."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import bptt
+from .reading import Cell, Reading
+from .recording import Work
+from .replay import Call
+
+# Runs the base model on a cell's inputs and gives what the cell emits.
+Emit = Callable[[Cell, dict[str, Any]], bptt.Emission]
+
+
+class Program(bptt.Program):
+    """One call's windows, for `bptt.unroll`. Without `emit` a window gives the summed loss of its targets."""
+
+    def __init__(
+        self,
+        model: Any,
+        reading: Reading,
+        emit: Emit | None,
+        replays: Call | None = None,
+        setting: tuple = (),
+    ):
+        """
+        Args:
+            setting: what the memory of a window depends on beside its shape.
+        """
+        self.model = model
+        self.reading = reading
+        self.emit = emit
+        self.replays = replays
+        self.setting = setting
+        self.cells: list[Cell | None] = [*reading.cells]
+        self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
+
+    def idle(self) -> None:
+        """Wait for the other ranks: as many cells as the one with the most, those beyond our own without effect."""
+        most = torch.tensor(len(self.cells), device=self.model.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        self.cells += [None] * (int(most) - len(self.cells))
+
+    def kind(self, cell: Cell | None) -> tuple:
+        if cell is None:
+            return ()
+        weight = self.model.recurrence.weight
+        autocast = torch.is_autocast_enabled(weight.device.type)
+        return len(cell.rows), cell.width, cell.has_state, self.emit is None, autocast, weight.dtype, *self.setting
+
+    def gathered(self) -> list[Tensor | None]:
+        return [] if self.replays is None else self.replays.gathered()
+
+    def advance(self, cell: Cell | None, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
+        reading, model = self.reading, self.model
+        if cell is None:
+            ids = reading.tokens.new_zeros(1, 1)
+            return (model.base(input_ids=ids, use_cache=False).logits.sum() * 0,), table
+        pooled = reading.pooled(cell) if reading.use_state else {}
+        if not head and not pooled:
+            return (), table
+        everyone = len(cell.rows) == len(table)
+        carried = None
+        if cell.has_state:
+            carried = table if everyone else table.index_select(0, reading.index(cell.rows))
+            if any(cell.cut):
+                carried = torch.where(reading.index(cell.cut)[:, None], carried.detach(), carried)
+        ids, mask = reading.inputs(cell)
+        emitted: bptt.Emission = ()
+        if self.emit is None:
+            start, targets = reading.scored(cell) if head else (0, None)
+            work = Work(ids, mask, carried, targets, start, tuple(pooled), model._allowance.size(self.kind(cell)))
+            nll, states = model._window(work) if self.replays is None else self.replays.run(work, table)
+            emitted = () if nll is None else (nll,)
+        else:
+            carry, inputs = model._inputs(ids, mask, carried, passes_on=bool(pooled))
+            if head:
+                emitted = self.emit(cell, inputs)
+            else:
+                model._body(**inputs)
+            states = model._states(carry, tuple(pooled))
+        for new, done in zip(states, pooled.values(), strict=True):
+            if len(done) < len(table):
+                rows = reading.index([cell.rows[i] for i in done])
+                new = table.index_copy(0, rows, new.index_select(0, reading.index(done)))
+            table = new
+        return emitted, table

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values that are carried from window to window, on tiny models of every supported architecture.
+
+Two independent references: the plain model on the uncut text, and transformers' own cache, cut by hand.
+"""
+
+import itertools
+
+import pytest
+import tiny
+import torch
+from torch.testing import assert_close
+from transformers import DynamicCache
+
+import carryforward as cf
+
+ALL = list(tiny.CONFIGS)
+ROTARY = [name for name in tiny.CAUSAL if name not in ("gpt2", "opt")]
+KINDS = [{"slots": 0, "kept": 3, "sinks": 1}, {"slots": 2, "kept": 4, "insert_at": (1, 3)}]
+WIDE = {"sliding_window": 64}  # what is kept is seen by every query, also of a layer that looks less far back
+
+
+def untrained(name, **fields):
+    settings = WIDE if name in ("mistral", "gemma3_text") else {}
+    return cf.add_recurrence(tiny.base(name, **settings), window=8, slots=0, **fields)
+
+
+# --- references ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("overlap", "kept", "sinks"), [(0, 8, 0), (0, 7, 1), (3, 5, 0), (3, 3, 2)])
+@pytest.mark.parametrize("name", ROTARY)
+def test_two_windows_that_keep_everything_are_one_text(name, overlap, kept, sinks, attention):
+    model = untrained(name, overlap=overlap, kept=kept, sinks=sinks)
+    model.base.set_attn_implementation(attention)
+    ids = tiny.documents(2, 16 - overlap)
+    expected = model.base(ids).logits
+    assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert (model(ids, use_state=False).logits - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kept", [3, 8])
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_transformers_own_cache_cut_by_hand(name, kept):
+    model = untrained(name, kept=kept)
+    ids = tiny.documents(2, 40)
+    cache, expected = DynamicCache(), []
+    for window in range(5):
+        # rotations see differences of positions only; learned positions begin again in every window
+        position = torch.arange(8)[None] + (8 * window if model.config.architecture.rotary else 0)
+        part = ids[:, 8 * window : 8 * window + 8]
+        out = model.base(part, past_key_values=cache, position_ids=position, attention_mask=_seen(cache, 8))
+        expected.append(out.logits)
+        cache = DynamicCache()
+        for layer, old in enumerate(out.past_key_values.layers):
+            cache.update(old.keys[:, :, -kept:], old.values[:, :, -kept:], layer)
+    assert_close(model(ids).logits, torch.cat(expected, dim=1), rtol=1e-4, atol=1e-4)
+
+
+def _seen(cache, queries):
+    """Everything in the cache, and what is not ahead."""
+    before = cache.get_seq_length()
+    return torch.ones(queries, before + queries).tril(before).bool()[None, None].expand(2, 1, -1, -1)
+
+
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_sinks_are_those_of_the_document(name):
+    model = untrained(name, kept=2, sinks=2)
+    first, later, other = tiny.documents(1, 8, 0), tiny.documents(1, 16, 1), tiny.documents(1, 8, 2)
+    one, two = (model.advance_state(torch.cat([begin, later], 1)) for begin in (first, other))
+    assert not one.kept[..., :2, :].equal(two.kept[..., :2, :])
+    assert one.kept[..., :2, :].equal(model.advance_state(torch.cat([first, other, later], 1)).kept[..., :2, :])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_offsets_start_at_zero_and_move_what_is_kept(name):
+    fields = {"prefix": (2,), "suffix": (3, 3), "window": 11} if name in tiny.ENCODERS else {"window": 8}
+    model = cf.add_recurrence(tiny.base(name, "none"), slots=0, kept=3, sinks=1, **fields)
+    ids = tiny.documents(1, 24)
+    assert not model.recurrence.keeping.offsets.any()
+    before = model(ids).last_hidden_state
+    with torch.no_grad():
+        model.recurrence.keeping.offsets[0, 1, :, -1] = 1.0  # the newest position's value, in the first layer
+    changed = (model(ids).last_hidden_state - before).abs().amax(-1)[0]
+    assert not changed[:5].any()
+    assert changed[8:].min() > 1e-6
+
+
+# --- things that make no difference ----------------------------------------------------------------------------------
+
+
+def gradients(model, ids, **arguments):
+    out = model(ids, labels=ids, **arguments)
+    out.loss.backward()
+    return out, tiny.gradients(model)
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_recomputed_equals_kept_graph(name, fields):
+    ids = tiny.documents(2, 37)
+    mask = torch.ones_like(ids)
+    mask[0, 20:] = 0
+    results = []
+    for keep_graph in (False, True):
+        model = tiny.recurrent(name, keep_graph=keep_graph, **fields).train()
+        torch.manual_seed(5)
+        results.append(gradients(model, ids, attention_mask=mask))
+    (out, found), (expected, graph) = results
+    assert_close(out.loss, expected.loss)
+    tiny.assert_same_gradients(found, graph)
+    moved = found["recurrence.keeping.offsets"].abs().amax((1, 2, 4))
+    assert (moved > 1e-7).all(), "every kept position of every layer takes part"
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_streamed_and_batched_equal_whole_and_alone(name, fields, tmp_path):
+    model = tiny.recurrent(name, **fields)
+    ids, lengths = tiny.documents(3, 34), [34, 9, 21]
+    mask = (torch.arange(34) < torch.tensor(lengths)[:, None]).long()
+    together = model(ids, labels=ids, attention_mask=mask)
+    together.nll_sum.backward()
+    expected, total = tiny.gradients(model), torch.zeros(())
+    for row, length in enumerate(lengths):
+        state = None
+        for begin, end in itertools.pairwise(sorted({0, min(10, length), min(11, length), length})):
+            final = {} if name in tiny.CAUSAL else {"final": end == length}
+            piece = ids[row : row + 1, begin:end]
+            out = model(piece, labels=piece, state=state, **final)
+            state, total = out.state, total + out.nll_sum
+        if name in tiny.CAUSAL:
+            assert_close(state.kept, together.state[[row]].kept, rtol=1e-4, atol=1e-5)
+    assert_close(total, together.nll_sum)
+    total.backward()
+    tiny.assert_same_gradients(expected, tiny.gradients(model))
+    together.state.save(tmp_path / "state")
+    assert cf.State.load(tmp_path / "state").kept.equal(together.state.kept)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_checkpointing_saving_and_another_attention(name, tmp_path):
+    ids, results = tiny.documents(2, 30), []
+    for checkpointed in (False, True):
+        model = tiny.recurrent(name, **KINDS[0]).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(5)
+        results.append(gradients(model, ids)[1])
+    tiny.assert_same_gradients(*results)
+    out = model.eval()(ids, labels=ids)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    for attention in ("sdpa", "eager"):
+        again.base.set_attn_implementation(attention)
+        assert_close(again(ids, labels=ids).loss, out.loss)
+
+
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_the_base_model_is_still_the_base_model(name):
+    model, plain = tiny.recurrent(name, **KINDS[0]), tiny.base(name)
+    ids = tiny.documents(2, 16)
+    model(ids)
+    assert_close(model.base(ids).logits, plain(ids).logits)
+    again = cf.add_recurrence(model.base, window=8)  # whose attention has a door now
+    assert_close(again(ids, use_state=False).logits[:, :8], plain(ids[:, :8]).logits, rtol=1e-4, atol=1e-5)
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kept": -1}, "kept=-1 must be an integer of at least 0"),
+        ({"sinks": 2}, "sinks=2 must be 0 without `kept`"),
+        ({"slots": 0}, "slots=0 must be an integer of at least 1"),
+        ({"kept": 7, "overlap": 2}, "kept=7 must be at most 6, by which a window is ahead of the one before"),
+        ({"kept": 1, "sinks": 9}, "sinks=9 must be at most 8"),
+    ],
+)
+def test_settings_that_make_no_sense(fields, message):
+    with pytest.raises(ValueError, match=message):
+        cf.RecurrenceConfig(window=8, **fields)
+
+
+def test_too_much_overlap_for_what_is_kept():
+    with pytest.raises(ValueError, match="the next window is only 3 tokens ahead, and the model keeps the keys and"):
+        tiny.recurrent("gpt2", kept=4)(tiny.documents(1, 30), overlap=5)
+
+
+def test_states_of_others_are_refused():
+    state = tiny.recurrent("gpt2", kept=4).advance_state(tiny.documents(1, 20))
+    with pytest.raises(ValueError, match=r"kept 0\+4"):
+        tiny.recurrent("gpt2", kept=3)(tiny.documents(1, 20), state=state)
+
+
+def test_nothing_pooled_is_nothing_to_give_out(tmp_path):
+    model = tiny.recurrent("gpt2", slots=0, kept=4)
+    with pytest.raises(ValueError, match="pools nothing"):
+        cf.encode(model, ["a"], None, pooling="state")
