@@ -192,12 +192,13 @@ def training(device: str, report: "Report") -> None:
 
 
 def cost(device: str, report: "Report") -> None:
-    """What the state costs a step whose graph is kept: the paper's one slot, and many at every layer."""
+    """What the state costs a step whose graph is kept: one slot, many at every layer, keys and values that are kept."""
     for shape, batch, windows in [("gpt2-small", 8, 32)] if device == "cuda" else [("tiny", 8, 16), ("bundled", 4, 8)]:
         fast, tokens = "compiled" if device == "cuda" else "off", batch * windows * SHAPES[shape]["window"]
         about = {"shape": shape, "batch": batch, "windows": windows}
         one = partial(recurrent_step, shape, device, batch, windows, fast, windows)
-        for row, more in (("state's cost", {}), ("48 slots' cost", MANY)):
+        half: dict[str, Any] = {"slots": 0, "kept": SHAPES[shape]["window"] // 2 - 4, "sinks": 4}
+        for row, more in (("state's cost", {}), ("48 slots' cost", MANY), ("half a window kept", half)):
             sides = {"with state": one(**more), "state removed": one(use_state=False, **more)}
             report.add(
                 {"row": row, **about, "sides": interleaved(sides, 6 if device == "cuda" else 11, tokens, device)}

@@ -14,6 +14,7 @@ TARGETS: list[tuple[str, str, str, dict[str, float]]] = [
     ("training", "recurrent, recomputed", "recurrent, recomputed, eager", {"cuda": 2.5}),
     ("state's cost", "with state", "state removed", {"cuda": 0.98, "cpu": 0.98}),
     ("48 slots' cost", "with state", "state removed", {}),
+    ("half a window kept", "with state", "state removed", {}),
     ("evaluation, overlap 0", "recurrent", "plain forward", {"cuda": 0.95, "cpu": 0.95}),
     ("evaluation, overlap 0", "recurrent", "plain forward, compiled and graphed", {}),
     ("evaluation, overlap 50 %", "recurrent", "Hugging Face's strided loop", {"cuda": 8.0}),

@@ -465,11 +465,13 @@ def test_states_that_wait_in_the_hosts_memory():
 
 @GPU
 @pytest.mark.parametrize("path", ["auto", "compiled"])
-@pytest.mark.parametrize("keep", [0, 3])
+@pytest.mark.parametrize(
+    "fields", [{"keep_windows": 0}, {"keep_windows": 3}, {"slots": 0, "kept": 4, "sinks": 1}], ids=str
+)
 @pytest.mark.parametrize("name", tiny.CAUSAL)
-def test_on_a_gpu(name, keep, path, monkeypatch):
+def test_on_a_gpu(name, fields, path, monkeypatch):
     monkeypatch.setattr(replay, "RECORD_AFTER", 1)
-    plain, fast = (model.cuda() for model in both(name, training=True, keep_windows=keep))
+    plain, fast = (model.cuda() for model in both(name, training=True, **fields))
     fast.fast_path = path
     for seed in range(3):
         ids = tiny.documents(3, 45, seed).cuda()
@@ -481,11 +483,12 @@ def test_on_a_gpu(name, keep, path, monkeypatch):
 
 
 @GPU
+@pytest.mark.parametrize("fields", [{"slots": 2, "insert_at": "all"}, {"slots": 0, "kept": 4, "sinks": 1}], ids=str)
 @pytest.mark.parametrize("name", tiny.CAUSAL)
-def test_generation_on_a_gpu(name):
+def test_generation_on_a_gpu(name, fields):
     results = []
     for path in ("off", "auto"):
-        model = tiny.recurrent(name, slots=2, insert_at="all").cuda()
+        model = tiny.recurrent(name, **fields).cuda()
         model.fast_path = path
         settings = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         results.append(model.generate(IDS[:, :11].cuda(), output_logits=True, return_dict_in_generate=True, **settings))
