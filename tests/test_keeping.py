@@ -6,6 +6,7 @@ Two independent references: the plain model on the uncut text, and transformers'
 
 import itertools
 
+import prose
 import pytest
 import tiny
 import torch
@@ -13,6 +14,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 import carryforward as cf
+from carryforward.cli import main
+from carryforward.loading import load_config
 
 ALL = list(tiny.CONFIGS)
 ROTARY = [name for name in tiny.CAUSAL if name not in ("gpt2", "opt")]
@@ -200,3 +203,24 @@ def test_nothing_pooled_is_nothing_to_give_out(tmp_path):
     model = tiny.recurrent("gpt2", slots=0, kept=4)
     with pytest.raises(ValueError, match="pools nothing"):
         cf.encode(model, ["a"], None, pooling="state")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_reads_on(tmp_path, capsys):
+    prose.save_model(tmp_path / "plain")
+    with pytest.raises(SystemExit) as end:
+        main(["add", str(tmp_path / "plain"), "--out", str(tmp_path / "on"), "--window", "16", "--sinks", "2"])
+    told = capsys.readouterr()
+    assert end.value.code == 0
+    assert told.out == f"{tmp_path / 'on'}: windows of 16 tokens, 6 + 2 positions carried on\n"
+    recurrence = cf.RecurrentForCausalLM.from_pretrained(tmp_path / "on").config.recurrence
+    assert (recurrence.window, recurrence.slots, recurrence.kept, recurrence.sinks) == (16, 0, 6, 2)
+    assert ("Train it first" in told.err) == (load_config(str(tmp_path / "plain")).model_type == "gpt2")
+    for model, message in (("plain", "exists already"), ("on", "is recurrent already")):
+        out = "on" if model == "plain" else "other"
+        with pytest.raises(SystemExit) as end:
+            main(["add", str(tmp_path / model), "--out", str(tmp_path / out)])
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err

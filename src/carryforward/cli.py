@@ -131,6 +131,24 @@ def train(
 
 
 @app.command()
+def add(
+    model: Annotated[str, typer.Argument(help="A plain causal model: a Hub name, a folder or a .gguf file.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the model that is made.")],
+    window: Annotated[int | None, typer.Option(help="Tokens read at once; up to 1,024 by default.")] = None,
+    kept: Annotated[int | None, typer.Option(help="Newest positions that are carried on; half a window.")] = None,
+    sinks: Annotated[int, typer.Option(help="First positions of the document that are carried on.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Let a model with rotary positions read on over window borders, without training: texts of any length."""
+    with _told_plainly():
+        from .extending import extend
+
+        made = extend(model, out, window=window, kept=kept, sinks=sinks)
+        told = f"{out}: windows of {made['window']} tokens, {made['kept']} + {made['sinks']} positions carried on"
+        typer.echo(json.dumps({"out": str(out), **made}) if as_json else told)
+
+
+@app.command()
 def evaluate(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="Runs, folders, Hub names; bundled by default.")

@@ -229,14 +229,14 @@ def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architectur
     if architecture.causal and (recurrence.prefix or recurrence.suffix):
         raise ValueError(f"prefix and suffix are for encoders; {base.model_type} is causal. Leave them empty.")
     positions = architecture.positions(base)
-    if recurrence.window > positions:
-        if architecture.rotary:
-            logger.warning(
-                "window=%d is larger than the %d positions %s was trained on; rotary positions reach further, but the "
-                "model has not seen them.", recurrence.window, positions, base.model_type,
-            )  # fmt: skip
-        else:
-            raise ValueError(
-                f"window={recurrence.window} is larger than the {positions} learned positions that {base.model_type} "
-                f"can use. Use window={positions} or less; the state carries what lies further back."
-            )
+    if architecture.rotary and recurrence.window + recurrence.seen > positions:
+        logger.warning(
+            "window=%d%s is larger than the %d positions %s was trained on; rotary positions reach further, but the "
+            "model has not seen them.", recurrence.window, f" with {recurrence.seen} kept" * (recurrence.seen > 0),
+            positions, base.model_type,
+        )  # fmt: skip
+    if recurrence.window > positions and not architecture.rotary:
+        raise ValueError(
+            f"window={recurrence.window} is larger than the {positions} learned positions that {base.model_type} "
+            f"can use. Use window={positions} or less; the state carries what lies further back."
+        )

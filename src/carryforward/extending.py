@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job behind `carryforward add`: a plain model in, one out that reads on over window borders without training."""
+
+from pathlib import Path
+
+from . import checkpoints, console
+from .adding import add_recurrence
+from .insertion import architecture_of
+from .loading import load_causal
+
+AT_ONCE = 1024  # a window need not be as long as a model can read
+SINKS = 4
+
+
+def extend(
+    name: str, out: Path, *, window: int | None = None, kept: int | None = None, sinks: int = SINKS
+) -> dict[str, int]:
+    """Save a model that carries keys and values from window to window; gives back what it does.
+
+    Args:
+        window: by default as many tokens as leave room for what is kept among the model's positions, 1,024 at most.
+        kept: newest positions whose keys and values are carried; with `sinks`, half a window by default.
+        sinks: the document's first positions, whose are carried too.
+    """
+    if out.exists():
+        raise ValueError(f"--out {out} exists already. Give another folder.")
+    loaded = load_causal(name)
+    if loaded.recurrent:
+        raise ValueError(f"{name} is recurrent already.")
+    architecture = architecture_of(loaded.model.config)
+    positions = architecture.positions(loaded.model.config)
+    if window is None:
+        window = min(AT_ONCE, positions * 2 // 3 if architecture.rotary else positions)
+    kept = max(window // 2 - sinks, 1) if kept is None else kept
+    model = add_recurrence(loaded.model, window=window, slots=0, kept=kept, sinks=sinks)
+    if not architecture.rotary:
+        console.note(
+            f"{name} has learned positions: what is kept must be learned to be read. Train it first "
+            f"(carryforward train --model {name} --slots 0 --kept {kept} --sinks {sinks})."
+        )
+    with checkpoints.written_beside(out) as beside:
+        model.save_pretrained(beside)
+        loaded.tokenizer.save_pretrained(beside)
+    return {"window": window, "kept": kept, "sinks": sinks}
