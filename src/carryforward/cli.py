@@ -191,6 +191,40 @@ def evaluate(
 
 
 @app.command()
+def horizon(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Recurrent ones: runs, folders, Hub names.")],
+    data: Data = PYTHON_DOCS,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
+    depth: Annotated[list[int] | None, typer.Option(help="Windows back, several; 0 1 2 4 8 by default.")] = None,
+    text_field: TextField = "text",
+    max_document_tokens: Annotated[int | None, typer.Option(help="The first so many tokens of each document.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Documents read side by side.")] = 8,
+    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for JSON and figure.")] = None,
+    as_json: Json = False,
+) -> None:
+    """How far back a state helps, where in a window, and how deep in a document."""
+    with _told_plainly():
+        from . import horizon as job
+        from .files import write_whole
+
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        results = [
+            job.survey(
+                name, data, split=split, depths=tuple(depth or job.DEPTHS), text_field=text_field,
+                max_document_tokens=max_document_tokens, batch_size=batch_size, bf16=bf16, device=device,
+            )
+            for name in models
+        ]  # fmt: skip
+        if out is not None:
+            write_whole(out / "horizon.json", json.dumps(results, indent=1) + "\n")
+            job.draw(results, out / "horizon.png")
+        typer.echo(json.dumps(results) if as_json else "\n\n".join(map(job.markdown, results)))
+
+
+@app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="A run, a folder or a Hub name; recurrent, or plain.")] = BUNDLED,
     source: Annotated[str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.")] = None,

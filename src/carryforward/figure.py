@@ -42,17 +42,17 @@ def empty(count: int) -> tuple[Any, Any]:
     return drawn, drawn.subplots(1, count, squeeze=False)[0]
 
 
-def dress(axes: Any, title: str, across: str) -> None:
+def dress(axes: Any, title: str, across: str, up: str = "word perplexity") -> None:
     """What every panel has: a title, what is shown against what, a quiet grid."""
     axes.set_xlabel(across)
-    axes.set_ylabel("word perplexity")
+    axes.set_ylabel(up)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(True, color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by the colour-blind too
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by the colour-blind too
 _GREYS = ("#6b6b6b", "#979797", "#454545")
 _Label = tuple[float, float, str, str]  # x, y, text, colour
 
@@ -62,7 +62,7 @@ def _panel(axes: Any, title: str, models: list[Line]) -> list[_Label]:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     labels: list[_Label] = []
-    colours = {True: cycle(_COLOURS), False: cycle(_GREYS)}
+    colours = {True: cycle(COLOURS), False: cycle(_GREYS)}
     hollow = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
     controls = False
     for line in models:

@@ -15,7 +15,8 @@ import typer
 
 def spread(arguments: list[str]) -> list[str]:
     """`--overlap 0 5 10` as `--overlap 0 --overlap 5 --overlap 10`, for the options that take several values."""
-    numbers = ("--overlap", "--learning-rate", "--recurrence-learning-rate", "--insert-at", "--hidden-sizes")
+    numbers = ("--overlap", "--learning-rate", "--recurrence-learning-rate", "--insert-at", "--hidden-sizes",
+               "--depth")  # fmt: skip
     several = {
         **dict.fromkeys(numbers, _is_number),
         **dict.fromkeys(("--text", "--cell"), lambda argument: not argument.startswith("-")),

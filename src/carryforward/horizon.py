@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job behind `carryforward horizon`: how far back a state helps, where in a window, and how deep in a document.
+
+The result is plain JSON. Gains are nats per token: what the state's removal costs.
+
+    {"kind": "horizon", "commit": "...", ..., "model": "runs/a", "window": 300, "overlap": 0, "data": {...},
+     "depths": [{"windows": 0, "nats": 3.2, "gain": 0.0}, ...], "tokens": 90000,
+     "positions": [{"from": 0, "to": 10, "gain": 0.3, "tokens": 3000}, ...], "windows": [...]}
+"""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import console, windows
+from .data.corpora import open_corpus
+from .data.documents import tokenise
+from .figure import COLOURS, dress, empty
+from .loading import load_causal, usable_device
+from .provenance import provenance
+from .scoring import horizon, token_losses
+
+DEPTHS = (0, 1, 2, 4, 8)
+_POSITIONS = 30  # points of the figure
+_WINDOWS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
+
+
+def survey(
+    name: str,
+    data: str,
+    *,
+    split: str = "validation",
+    depths: tuple[int, ...] = DEPTHS,
+    text_field: str = "text",
+    max_document_tokens: int | None = None,
+    batch_size: int = 8,
+    bf16: bool = False,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Measure a recurrent model's state on a corpus."""
+    device = usable_device(device)
+    loaded = load_causal(name)
+    if not loaded.recurrent:
+        raise ValueError(f"{name} is a plain model: it has no state to measure.")
+    model: Any = loaded.model.to(device)  # type: ignore[arg-type]
+    depths = tuple(sorted({0, *depths}))
+    documents = tokenise(
+        open_corpus(data, split, text_field=text_field), loaded.tokenizer, max_tokens=max_document_tokens
+    )
+    total = (2 + len(depths)) * int(documents.lengths.sum())  # nearly
+    with (
+        console.Bar(f"measuring {name}", total, "tokens") as bar,
+        torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bf16),
+    ):
+        shared: dict[str, Any] = {"batch_size": batch_size, "progress": bar.advance}
+        nats, tokens = horizon(model, documents, depths, **shared)
+        with_state, without = (token_losses(model, documents, use_state=use, **shared) for use in (True, False))
+    gains = [a - b for a, b in zip(without, with_state, strict=True)]
+    recurrence = model.config.recurrence
+    return {
+        "kind": "horizon",
+        **provenance(device),
+        "model": name,
+        "window": recurrence.window,
+        "overlap": recurrence.overlap,
+        "data": {"name": documents.name, "split": documents.split, "documents": len(documents),
+                 "tokens": int(documents.lengths.sum()), "max_tokens": max_document_tokens},
+        "depths": [{"windows": depth, "nats": nats[depth], "gain": nats[0] - nats[depth]} for depth in depths],
+        "tokens": tokens,
+        **_where(gains, recurrence.window, recurrence.overlap),
+    }  # fmt: skip
+
+
+def _where(gains: list[np.ndarray], window: int, overlap: int) -> dict[str, list[dict[str, Any]]]:
+    """Gains by position among the tokens that a window adds, and by its number in the document; the first has none."""
+    positions, numbers, values = [], [], []
+    for gain in gains:
+        for number, one in enumerate(windows.schedule(len(gain), window, overlap)):
+            if number:
+                values.append(gain[one.score_from : one.score_to])
+                positions.append(np.arange(one.score_to - one.score_from))
+                numbers.append(np.full(one.score_to - one.score_from, number))
+    if not values:
+        raise ValueError(f"no document is longer than a window of {window} tokens: no state is ever used.")
+    where, which, found = (np.concatenate(parts) for parts in (positions, numbers, values))
+    step = max((window - overlap) // _POSITIONS, 1)
+    return {
+        "positions": _means(where, found, range(0, window - overlap + step, step)),
+        "windows": _means(which, found, _WINDOWS),
+    }
+
+
+def _means(where: np.ndarray, values: np.ndarray, borders: Any) -> list[dict[str, Any]]:
+    means = []
+    for start, stop in pairwise(borders):
+        inside = values[(where >= start) & (where < stop)]
+        if len(inside):
+            means.append({"from": start, "to": stop, "gain": float(inside.mean()), "tokens": len(inside)})
+    return means
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Gains by depth, as a table."""
+    lines = [
+        f"{result['model']} on {result['data']['name']}, {result['data']['split']}, windows of {result['window']}:"
+    ]
+    lines += ["", "| windows back | nats per token | gain |", "| ---: | ---: | ---: |"]
+    lines += [f"| {one['windows']} | {one['nats']:.4f} | {one['gain']:.4f} |" for one in result["depths"]]
+    return "\n".join(lines)
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Three panels: gain against how far back the state reaches, position in the window, and window number."""
+    drawn, (far, place, number) = empty(3)
+    for result, colour in zip(results, COLOURS, strict=False):
+        style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.8, "label": result["model"]}
+        far.plot([one["windows"] for one in result["depths"]], [one["gain"] for one in result["depths"]], **style)
+        for axes, points in ((place, result["positions"]), (number, result["windows"])):
+            axes.plot([one["from"] for one in points], [one["gain"] for one in points], **style)
+    titles = {far: "windows that the state comes from", place: "position in the window", number: "number of the window"}
+    for axes, title in titles.items():
+        dress(axes, f"Gain against {title}", title, "gain in nats per token")
+        axes.axhline(0, color="#454545", linewidth=0.8)
+    number.set_xscale("log")
+    far.legend(fontsize=8.5, edgecolor="none")
+    drawn.savefig(path)
