@@ -20,10 +20,10 @@ def overlap(config: RecurrentModelConfig, value: int) -> None:
             f"overlap={value}: a model made for overlap {recurrence.overlap} then pools only {pooled} positions of a "
             f"window, fewer than its {recurrence.slots} slots. Use an overlap closer to {recurrence.overlap}."
         )
-    if room - value < recurrence.kept:
+    if room - value < recurrence.seen:
         raise ValueError(
             f"overlap={value}: the next window is only {room - value} tokens ahead, and the model keeps the keys and "
-            f"values of {recurrence.kept}. Use an overlap of at most {room - recurrence.kept}."
+            f"values of {recurrence.seen}. Use an overlap of at most {room - recurrence.seen}."
         )
 
 

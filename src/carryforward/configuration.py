@@ -40,7 +40,7 @@ class RecurrenceConfig:
             again, as they are but for a learned offset each. Nothing is computed twice, and with rotary positions a
             model reads on before any training as if the text had not been cut there.
         sinks: first positions of a document whose keys and values are carried with `kept`, to every window: there many
-            models park the attention that is of no use.
+            models park the attention that is of no use. (Of what is read after a piece without state, if there was.)
         hidden_sizes: hidden layers of the feed-forward network.
         residual: add what was pooled to what the network makes of it, which starts at zero. So before any training the
             carried vectors are hidden states, which the layer above those that were pooled can read.
@@ -100,7 +100,8 @@ class RecurrenceConfig:
         _require(self, "sinks", self.kept > 0 or self.sinks == 0, "0 without `kept`")
         for name, least in (("window", 1), ("slots", 0 if self.kept else 1)):
             value = getattr(self, name)
-            _require(self, name, _is_int(value) and value >= least, f"an integer of at least {least}")
+            without = " without `kept`" if (name, least) == ("slots", 1) else ""
+            _require(self, name, _is_int(value) and value >= least, f"an integer of at least {least}{without}")
         _require(self, "overlap", _is_int(self.overlap), "an integer of at least 0")
         for name, choices in (("pooling", get_args(Pooling)), ("pooled_layers", get_args(PooledLayers))):
             _require(self, name, getattr(self, name) in choices, "one of " + ", ".join(map(repr, choices)))
@@ -121,9 +122,8 @@ class RecurrenceConfig:
         _require(self, "init_std", self.init_std >= 0, "0 or more")
         room = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
         _require(self, "slots", self.slots <= room, f"at most {room}, the document tokens of a window")
-        _require(self, "sinks", self.sinks <= room, f"at most {room}, the document tokens of a window")
-        stride = room - self.overlap
-        _require(self, "kept", self.kept <= stride, f"at most {stride}, by which a window is ahead of the one before")
+        left = room - self.overlap - self.sinks  # or a document's first positions would be seen twice
+        _require(self, "kept", self.kept <= left, f"at most {left}: by so many is a window ahead, less `sinks`")
 
     @property
     def seen(self) -> int:

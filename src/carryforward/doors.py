@@ -35,6 +35,8 @@ class Door:
 def open_doors(config: Any) -> None:
     """Let keys and values pass in and out: the model's attention by the name under which it has a door."""
     used = config._attn_implementation
+    if getattr(config, "reorder_and_upcast_attn", False):  # which GPT-2 does under the name of eager alone
+        raise ValueError("Keys and values cannot be kept with reorder_and_upcast_attn=True: set it to False.")
     if f"{_DOOR}{used}" in _DOORS:
         config._attn_implementation = f"{_DOOR}{used}"
     elif used not in _DOORS:

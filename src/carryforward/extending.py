@@ -28,15 +28,20 @@ def extend(
     if loaded.recurrent:
         raise ValueError(f"{name} is recurrent already.")
     architecture = architecture_of(loaded.model.config)
-    positions = architecture.positions(loaded.model.config)
+    positions, reach = architecture.positions(loaded.model.config), architecture.reach(loaded.model.config)
     if window is None:
-        window = min(AT_ONCE, positions * 2 // 3 if architecture.rotary else positions)
+        window = min(AT_ONCE, min(positions, reach or positions) * 2 // 3 if architecture.rotary else positions)
     kept = max(window // 2 - sinks, 1) if kept is None else kept
     model = add_recurrence(loaded.model, window=window, slots=0, kept=kept, sinks=sinks)
     if not architecture.rotary:
         console.note(
             f"{name} has learned positions: what is kept must be learned to be read. Train it first "
-            f"(carryforward train --model {name} --slots 0 --kept {kept} --sinks {sinks})."
+            f"(carryforward train --model {name} --window {window} --slots 0 --kept {kept} --sinks {sinks})."
+        )
+    elif reach is not None and window + kept + sinks > reach:
+        console.note(
+            f"{name} has layers that look back {reach} tokens only, and would see further with what is kept. Use a "
+            "smaller --window and --kept, or train it first."
         )
     with checkpoints.written_beside(out) as beside:
         model.save_pretrained(beside)

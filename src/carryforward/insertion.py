@@ -66,14 +66,20 @@ class Architecture:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size
 
-    def moved(self, body: Any, keys: Tensor, by: int) -> Tensor:
+    def reach(self, config: Any) -> int | None:
+        """How far back the layers look that look least far; None where all see everything."""
+        types = getattr(config, "layer_types", None) or ["sliding_attention"]
+        return (getattr(config, "sliding_window", None) or None) if "sliding_attention" in types else None
+
+    def moved(self, body: Any, keys: Tensor, by: int, window: int) -> Tensor:
         """Keys [B, L, heads, n, d] of all layers, `by` positions further back; as they are where positions are no
         rotations."""
         if not self.rotary:
             return keys
         config, found = body.config, {}
         kinds = config.layer_types if self.rotary_by_type else [None] * keys.shape[1]
-        positions = torch.arange(2, device=keys.device)[None] * -by  # none, and so many back
+        # none; so many back; and as far as a window reaches, since some models rotate longer texts otherwise
+        positions = torch.stack([torch.full((), at, device=keys.device) for at in (0, -by, window - 1)])[None]
         for kind in set(kinds):
             cos, sin = body.rotary_emb(keys.float(), positions, *([kind] if self.rotary_by_type else []))
             found[kind] = cos[0, 1] / cos[0, 0], sin[0, 1] / cos[0, 0]  # some models scale them
@@ -209,6 +215,11 @@ class Carry:
         assert self.outputs is not None, "outputs were taken before"
         outputs, self.outputs = self.outputs, None
         return [outputs[layer] for layer in sorted(outputs)]
+
+    def take_noted(self) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of layers 1 to L, once: a graph that is kept keeps this too."""
+        noted, self.noted = self.noted, {}
+        return [noted[layer] for layer in sorted(noted)]
 
 
 @contextlib.contextmanager

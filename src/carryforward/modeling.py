@@ -121,7 +121,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         return carried.reshape(len(table), *shape), None if kept_shape is None else kept.unflatten(1, kept_shape)
 
     def _move(self, keys: Tensor, back: int) -> Tensor:
-        return self.config.architecture.moved(self._body, keys, back)
+        return self.config.architecture.moved(self._body, keys, back, self.config.recurrence.window)
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -184,14 +184,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     def _states(self, carry: insertion.Carry, pooled: tuple[Span, ...]) -> tuple[Tensor, ...]:
         """The states that a window passes on, one for each range of positions, [b, m]."""
-        outputs, keeping = carry.take_outputs() if pooled else [], self.recurrence.keeping
+        outputs, noted, keeping = carry.take_outputs(), carry.take_noted(), self.recurrence.keeping
         states = []
         for start, stop, following in pooled:
             parts = []
             if self.config.recurrence.slots:
                 parts.append(self.recurrence(outputs, start, stop).flatten(1))
             if keeping is not None:
-                noted = [carry.noted[layer] for layer in sorted(carry.noted)]
                 parts.append(keeping.leaving(noted, carry.before, start, following, self._move).flatten(1))
             states.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
         return tuple(states)
@@ -300,7 +299,10 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """What a state must have in common with the model it is given to, in words for an error message."""
         base, recurrence = self.config.base_config, self.config.recurrence
         shape = "x".join(map(str, self.config.state_shape))
-        kept = f"kept {recurrence.sinks}+{recurrence.kept}, " if recurrence.kept else ""
+        kept = ""
+        if self.config.kept_shape is not None:
+            _, _, heads, _, size = self.config.kept_shape
+            kept = f"kept {recurrence.sinks}+{recurrence.kept} of {heads}x{size}, "
         return (
             f"{base.model_type} of {base.num_hidden_layers} layers, vocabulary {base.vocab_size}, state {shape}, "
             f"{kept}window {recurrence.window}"
@@ -346,7 +348,9 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         self.base.set_output_embeddings(value)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing is left to be done: the base model and the recurrence start themselves."""
+        """For what is added to the base model later, such as embeddings; the recurrence starts itself."""
+        if not any(module is own for own in self.recurrence.modules()):
+            self.base._init_weights(module)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any
