@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import carryforward as cf
+from carryforward import insertion
 from carryforward.cli import main
 from carryforward.loading import load_config
 
@@ -170,6 +171,17 @@ def test_checkpointing_saving_and_another_attention(name, tmp_path):
     for attention in ("sdpa", "eager"):
         again.base.set_attn_implementation(attention)
         assert_close(again(ids, labels=ids).loss, out.loss)
+
+
+def test_what_was_noted_is_let_go(monkeypatch):
+    carries, make = [], insertion.Carry
+    monkeypatch.setattr(insertion, "Carry", lambda: carries.append(make()) or carries[-1])
+    model = tiny.recurrent("gpt2", keep_graph=True, **KINDS[0]).train()
+    model.gradient_checkpointing_enable()  # whose graph holds on to all that a layer was called with
+    loss = model(tiny.documents(1, 30), labels=tiny.documents(1, 30)).loss
+    assert carries
+    assert all(carry.outputs is None and not carry.noted for carry in carries)
+    loss.backward()
 
 
 @pytest.mark.parametrize("name", tiny.CAUSAL)

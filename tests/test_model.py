@@ -269,6 +269,12 @@ def test_embeddings_can_be_resized_before_and_after(name, tmp_path):
     assert cf.add_recurrence(base, window=8, prefix=())(ids).logits.shape[-1] == tiny.VOCABULARY + 5
 
 
+def test_embeddings_added_later_start_as_the_base_models_do():
+    model = tiny.recurrent("llama")
+    model.resize_token_embeddings(tiny.VOCABULARY + 500, mean_resizing=False)
+    assert 0.015 < model.get_input_embeddings().weight[tiny.VOCABULARY :].std() < 0.025
+
+
 def test_the_same_model_wrapped_twice():
     base = tiny.base("gpt2")
     first = cf.add_recurrence(base, window=8, insert_at="all")
