@@ -125,5 +125,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         dress(axes, f"Gain against {title}", title, "gain in nats per token")
         axes.axhline(0, color="#454545", linewidth=0.8)
     number.set_xscale("log")
+    for axes, what, name in ((far, "depths", "windows"), (number, "windows", "from")):  # whole windows only
+        ticks = sorted({one[name] for result in results for one in result[what]})
+        axes.set_xticks(ticks, map(str, ticks))
+        axes.set_xticks([], minor=True)
     far.legend(fontsize=8.5, edgecolor="none")
     drawn.savefig(path)
