@@ -159,7 +159,8 @@ def _recurrence(base: PreTrainedConfig, recurrence: RecurrenceConfig, overlap: i
 
 def _width(base: PreTrainedConfig) -> int:
     """Heads × their size, which need not be the hidden size."""
-    return base.num_attention_heads * (getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads)
+    _, size = architecture_of(base).heads(base)
+    return base.num_attention_heads * size
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,15 @@ class Keeping(nn.Module):
         """
         newest = self._part(noted, max(following - self.newest, start), following, following - start, move)
         missing = self.newest - newest.shape[-2]  # of a document that ends: nothing follows, nothing sees it
-        parts = [pad(newest, (0, 0, missing, 0))]
-        if self.sinks:
-            first = before[..., : self.sinks, :] if before is not None else None
-            if first is None:
-                first = self._part(noted, start, start + self.sinks, self.newest + self.sinks, move)
-                first = pad(first, (0, 0, 0, self.sinks - first.shape[-2]))
-            parts.insert(0, first)
-        return torch.cat(parts, dim=-2).to(self.offsets.dtype)
+        newest = pad(newest, (0, 0, missing, 0))
+        if not self.sinks:
+            return newest.to(self.offsets.dtype)
+        if before is not None:
+            first = before[..., : self.sinks, :]
+        else:
+            first = self._part(noted, start, start + self.sinks, self.newest + self.sinks, move)
+            first = pad(first, (0, 0, 0, self.sinks - first.shape[-2]))
+        return torch.cat([first, newest], dim=-2).to(self.offsets.dtype)
 
     def _part(self, noted: Sequence[tuple[Tensor, Tensor]], start: int, stop: int, back: int, move: Move) -> Tensor:
         keys, values = (torch.stack([pair[i][:, :, start:stop].to(self.offsets.device) for pair in noted], 1)
