@@ -16,10 +16,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import carryforward as cf
 from carryforward import insertion
 from carryforward.cli import main
-from carryforward.loading import load_config
+from carryforward.places import needs_places
 
 ALL = list(tiny.CONFIGS)
-ROTARY = [name for name in tiny.CAUSAL if name not in ("gpt2", "opt")]
+LEARNED = [name for name in ALL if not insertion.ARCHITECTURES[name].rotary]
 KINDS = [{"slots": 0, "kept": 3, "sinks": 1}, {"slots": 2, "kept": 4, "insert_at": (1, 3)}]
 WIDE = {"sliding_window": 64}  # what is kept is seen by every query, also of a layer that looks less far back
 
@@ -34,7 +34,7 @@ def untrained(name, **fields):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("overlap", "kept", "sinks"), [(0, 8, 0), (0, 7, 1), (3, 5, 0), (3, 3, 2)])
-@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("name", tiny.CAUSAL)
 def test_two_windows_that_keep_everything_are_one_text(name, overlap, kept, sinks, attention):
     model = untrained(name, overlap=overlap, kept=kept, sinks=sinks)
     model.base.set_attn_implementation(attention)
@@ -60,17 +60,22 @@ def test_rotations_that_depend_on_the_length(rope):
 @pytest.mark.parametrize("name", tiny.CAUSAL)
 def test_transformers_own_cache_cut_by_hand(name, kept):
     model = untrained(name, kept=kept)
-    ids = tiny.documents(2, 40)
+    ids, places = tiny.documents(2, 40), torch.zeros(tiny.LAYERS, 2, 1, 8 + kept, 1)
+    if name in LEARNED:
+        places = torch.nn.init.normal_(model.recurrence.keeping.places, generator=torch.Generator().manual_seed(0))
     cache, expected = DynamicCache(), []
     for window in range(5):
-        # rotations see differences of positions only; learned positions begin again in every window
-        position = torch.arange(8)[None] + (8 * window if model.config.architecture.rotary else 0)
+        # rotations see differences of positions only; learned positions begin behind what is kept
+        begin = min(8 * window, kept) if name in LEARNED else 8 * window
+        position = torch.arange(begin, begin + 8)[None]
         part = ids[:, 8 * window : 8 * window + 8]
         out = model.base(part, past_key_values=cache, position_ids=position, attention_mask=_seen(cache, 8))
         expected.append(out.logits)
         cache = DynamicCache()
         for layer, old in enumerate(out.past_key_values.layers):
-            cache.update(old.keys[:, :, -kept:], old.values[:, :, -kept:], layer)
+            stood = begin + 8 - kept  # if that was not the window's own, its positions are not looked at
+            move = places[layer, :, :, :kept] - places[layer, :, :, stood : stood + kept] if name in LEARNED else (0, 0)
+            cache.update(old.keys[:, :, -kept:] + move[0], old.values[:, :, -kept:] + move[1], layer)
     assert_close(model(ids).logits, torch.cat(expected, dim=1), rtol=1e-4, atol=1e-4)
 
 
@@ -89,18 +94,77 @@ def test_sinks_are_those_of_the_document(name):
     assert one.kept[..., :2, :].equal(model.advance_state(torch.cat([first, other, later], 1)).kept[..., :2, :])
 
 
+@pytest.mark.parametrize("name", [name for name in LEARNED if name in tiny.ENCODERS])
+def test_an_encoder_of_one_layer_that_keeps_everything(name):
+    """Its keys and values depend on their own tokens alone, so the second window sees what it would in one text."""
+    body = tiny.base(name, "none", num_hidden_layers=1, n_layers=1)
+    model = cf.add_recurrence(body, window=9, slots=0, kept=7, sinks=1, prefix=(2,), suffix=())
+    ids = tiny.documents(2, 16)
+    whole = body(torch.cat([torch.full((2, 1), 2), ids], dim=1)).last_hidden_state[:, 1:]
+    assert_close(model(ids, final=True).last_hidden_state[:, 8:], whole[:, 8:], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_offsets_start_at_zero_and_move_what_is_kept(name):
+def test_only_learned_positions_need_places(name):
     fields = {"prefix": (2,), "suffix": (3, 3), "window": 11} if name in tiny.ENCODERS else {"window": 8}
     model = cf.add_recurrence(tiny.base(name, "none"), slots=0, kept=3, sinks=1, **fields)
-    ids = tiny.documents(1, 24)
-    assert not model.recurrence.keeping.offsets.any()
+    assert needs_places(model) == (name in LEARNED)
+    if name not in LEARNED:
+        assert not list(model.recurrence.parameters())
+        return
+    ids, places = tiny.documents(1, 24), model.recurrence.keeping.places
     before = model(ids).last_hidden_state
     with torch.no_grad():
-        model.recurrence.keeping.offsets[0, 1, :, -1] = 1.0  # the newest position's value, in the first layer
+        places[0, 1, :, len(model.config.recurrence.prefix) + 3] = 1.0  # where the newest stands, in the first layer
+    assert not needs_places(model)
     changed = (model(ids).last_hidden_state - before).abs().amax(-1)[0]
     assert not changed[:5].any()
     assert changed[8:].min() > 1e-6
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_places_are_means_over_texts(name):
+    prefix = (2,) if name in tiny.ENCODERS else ()
+    model = cf.add_recurrence(tiny.base(name, "none"), window=9, slots=0, kept=3, sinks=1, prefix=prefix).train()
+    length = 13 - len(prefix)
+    texts = tiny.documents(6, length)
+    cf.measure_places(model, texts.numpy(), rows=6)
+    assert model.training
+    first = model._body.get_submodule(model.config.architecture.layers)[0]
+    seen = []
+    hook = first.get_submodule(model.config.architecture.attention).register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    model.eval()._body(torch.cat([torch.tensor(prefix, dtype=torch.long).expand(6, -1), texts], dim=1))
+    hook.remove()
+    weight = {"gpt2": lambda x: x.attn.c_attn.weight.T[16:32], "opt": lambda x: x.self_attn.k_proj.weight,
+              "distilbert": lambda x: x.attention.k_lin.weight}  # fmt: skip
+    bias = {"gpt2": lambda x: x.attn.c_attn.bias[16:32], "opt": lambda x: x.self_attn.k_proj.bias,
+            "distilbert": lambda x: x.attention.k_lin.bias}  # fmt: skip
+    key = (weight[name](first), bias[name](first)) if name in weight else (
+        first.attention.self.key.weight, first.attention.self.key.bias)  # fmt: skip
+    expected = torch.nn.functional.linear(seen[0], *key).mean(0).view(13, 2, 8).transpose(0, 1)
+    assert_close(model.recurrence.keeping.places[0, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_stretches_are_from_all_over():
+    model = untrained("gpt2", kept=4)
+    documents = [torch.randint(0, tiny.VOCABULARY, (n,)).numpy() for n in (5, 40, 3, 30)]
+    cf.measure_places(model, documents, rows=4)
+    assert not needs_places(model)
+    with pytest.raises(ValueError, match="documents have 8 tokens where 12 are needed"):
+        cf.measure_places(untrained("gpt2", kept=4), [documents[0], documents[2]])
+    with pytest.raises(ValueError, match="documents have 0 tokens"):
+        cf.measure_places(untrained("gpt2", kept=4), [])
+    cf.measure_places(untrained("llama", kept=4), [])  # which needs none
+
+
+def test_learned_positions_are_limited():
+    with pytest.raises(ValueError, match="window=30 with 12 positions kept in front of it is larger than the 40"):
+        cf.add_recurrence(tiny.base("gpt2"), window=30, kept=12)
 
 
 # --- things that make no difference ----------------------------------------------------------------------------------
@@ -126,8 +190,10 @@ def test_recomputed_equals_kept_graph(name, fields):
     (out, found), (expected, graph) = results
     assert_close(out.loss, expected.loss)
     tiny.assert_same_gradients(found, graph)
-    moved = found["recurrence.keeping.offsets"].abs().amax((1, 2, 4))
-    assert (moved > 1e-7).all(), "every kept position of every layer takes part"
+    if name in LEARNED:
+        moved = found["recurrence.keeping.places"].abs().amax((1, 2, 4))
+        begin = len(model.config.recurrence.prefix) + model.config.recurrence.sinks
+        assert (moved[:, begin : begin + fields["kept"]] > 1e-7).all(), "every kept position of every layer takes part"
 
 
 @pytest.mark.parametrize("fields", KINDS, ids=str)
@@ -248,7 +314,7 @@ def test_a_model_that_reads_on(tmp_path, capsys):
     assert told.out == f"{tmp_path / 'on'}: windows of 16 tokens, 6 + 2 positions carried on\n"
     recurrence = cf.RecurrentForCausalLM.from_pretrained(tmp_path / "on").config.recurrence
     assert (recurrence.window, recurrence.slots, recurrence.kept, recurrence.sinks) == (16, 0, 6, 2)
-    assert ("Train it first" in told.err) == (load_config(str(tmp_path / "plain")).model_type == "gpt2")
+    assert not needs_places(cf.RecurrentForCausalLM.from_pretrained(tmp_path / "on"))
     for model, message in (("plain", "exists already"), ("on", "is recurrent already")):
         out = "on" if model == "plain" else "other"
         with pytest.raises(SystemExit) as end:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .heads import RecurrentForTokenClassification as RecurrentForTokenClassification
     from .heads import RecurrentModel as RecurrentModel
     from .loading import load_bundled as load_bundled
+    from .places import measure_places as measure_places
     from .sentences import RecurrentTransformer as RecurrentTransformer
     from .state import State as State
     from .trainer import RecurrentTrainer as RecurrentTrainer
@@ -53,6 +54,7 @@ _HOME = {
     "RecurrentForTokenClassification": "heads",
     "RecurrentModel": "heads",
     "load_bundled": "loading",
+    "measure_places": "places",
     "RecurrentTransformer": "sentences",
     "State": "state",
     "RecurrentTrainer": "trainer",

@@ -137,13 +137,16 @@ def add(
     window: Annotated[int | None, typer.Option(help="Tokens read at once; up to 1,024 by default.")] = None,
     kept: Annotated[int | None, typer.Option(help="Newest positions that are carried on; half a window.")] = None,
     sinks: Annotated[int, typer.Option(help="First positions of the document that are carried on.")] = 4,
+    data: Annotated[
+        str, typer.Option(help="Text in the model's language, from which one with learned positions learns their part.")
+    ] = PYTHON_DOCS,
     as_json: Json = False,
 ) -> None:
-    """Let a model with rotary positions read on over window borders, without training: texts of any length."""
+    """Let a model read on over window borders, without training: texts of any length."""
     with _told_plainly():
         from .extending import extend
 
-        made = extend(model, out, window=window, kept=kept, sinks=sinks)
+        made = extend(model, out, data=data, window=window, kept=kept, sinks=sinks)
         told = f"{out}: windows of {made['window']} tokens, {made['kept']} + {made['sinks']} positions carried on"
         typer.echo(json.dumps({"out": str(out), **made}) if as_json else told)
 

@@ -37,8 +37,9 @@ class RecurrenceConfig:
         slots: vectors carried. "mean" and "max" pool as many equal stretches; "attention" has as many keys. With 0,
             which needs `kept`, nothing is pooled.
         kept: newest positions whose keys and values are carried as well: every layer of the next window sees them
-            again, as they are but for a learned offset each. Nothing is computed twice, and with rotary positions a
-            model reads on before any training as if the text had not been cut there.
+            again, moved to where they stood. Nothing is computed twice, and a model reads on before any training as if
+            the text had not been cut there; one with learned positions once `measure_places` has seen some text, and
+            as long as it has positions for what is kept and the window.
         sinks: first positions of a document whose keys and values are carried with `kept`, to every window: there many
             models park the attention that is of no use. (Of what is read after a piece without state, if there was.)
         hidden_sizes: hidden layers of the feed-forward network.
@@ -235,8 +236,11 @@ def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architectur
             "model has not seen them.", recurrence.window, f" with {recurrence.seen} kept" * (recurrence.seen > 0),
             positions, base.model_type,
         )  # fmt: skip
-    if recurrence.window > positions and not architecture.rotary:
+    if recurrence.window + recurrence.seen > positions and not architecture.rotary:
+        kept = f" with {recurrence.seen} positions kept in front of it" * (recurrence.seen > 0)
+        room = positions - recurrence.seen
+        advice = f"Use window={room} or less" if room > recurrence.seen else "Keep fewer, and use a smaller window"
         raise ValueError(
-            f"window={recurrence.window} is larger than the {positions} learned positions that {base.model_type} "
-            f"can use. Use window={positions} or less; the state carries what lies further back."
+            f"window={recurrence.window}{kept} is larger than the {positions} learned positions that "
+            f"{base.model_type} can use. {advice}; the state carries what lies further back."
         )

@@ -5,19 +5,23 @@ from pathlib import Path
 
 from . import checkpoints, console
 from .adding import add_recurrence
+from .data.corpora import open_corpus
+from .data.documents import tokenise
 from .insertion import architecture_of
 from .loading import load_causal
+from .places import measure_places, needs_places
 
 AT_ONCE = 1024  # a window need not be as long as a model can read
 SINKS = 4
 
 
 def extend(
-    name: str, out: Path, *, window: int | None = None, kept: int | None = None, sinks: int = SINKS
+    name: str, out: Path, *, data: str, window: int | None = None, kept: int | None = None, sinks: int = SINKS
 ) -> dict[str, int]:
     """Save a model that carries keys and values from window to window; gives back what it does.
 
     Args:
+        data: a corpus; a model with learned positions reads some of its training text to learn what they do.
         window: by default as many tokens as leave room for what is kept among the model's positions, 1,024 at most.
         kept: newest positions whose keys and values are carried; with `sinks`, half a window by default.
         sinks: the document's first positions, whose are carried too.
@@ -30,15 +34,12 @@ def extend(
     architecture = architecture_of(loaded.model.config)
     positions, reach = architecture.positions(loaded.model.config), architecture.reach(loaded.model.config)
     if window is None:
-        window = min(AT_ONCE, min(positions, reach or positions) * 2 // 3 if architecture.rotary else positions)
+        window = min(AT_ONCE, min(positions, reach or positions) * 2 // 3)
     kept = max(window // 2 - sinks, 1) if kept is None else kept
     model = add_recurrence(loaded.model, window=window, slots=0, kept=kept, sinks=sinks)
-    if not architecture.rotary:
-        console.note(
-            f"{name} has learned positions: what is kept must be learned to be read. Train it first "
-            f"(carryforward train --model {name} --window {window} --slots 0 --kept {kept} --sinks {sinks})."
-        )
-    elif reach is not None and window + kept + sinks > reach:
+    if needs_places(model):
+        measure_places(model, tokenise(open_corpus(data, "train"), loaded.tokenizer))
+    if reach is not None and window + kept + sinks > reach:
         console.note(
             f"{name} has layers that look back {reach} tokens only, and would see further with what is kept. Use a "
             "smaller --window and --kept, or train it first."

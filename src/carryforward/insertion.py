@@ -58,8 +58,14 @@ class Architecture:
 
     def positions(self, config: Any) -> int:
         """How many positions the base model can use, or was trained on where they are rotary."""
-        skipped = config.pad_token_id + 1 if self.offset_positions else 0
-        return config.max_position_embeddings - skipped
+        return config.max_position_embeddings - self._skipped(config)
+
+    def position_ids(self, config: Any, positions: Tensor) -> Tensor:
+        """Positions from 0 as the base model counts them."""
+        return positions + self._skipped(config)
+
+    def _skipped(self, config: Any) -> int:
+        return config.pad_token_id + 1 if self.offset_positions else 0
 
     def heads(self, config: Any) -> tuple[int, int]:
         """How many heads have keys of their own, and the size of a key."""
@@ -71,11 +77,8 @@ class Architecture:
         types = getattr(config, "layer_types", None) or ["sliding_attention"]
         return (getattr(config, "sliding_window", None) or None) if "sliding_attention" in types else None
 
-    def moved(self, body: Any, keys: Tensor, by: int, window: int) -> Tensor:
-        """Keys [B, L, heads, n, d] of all layers, `by` positions further back; as they are where positions are no
-        rotations."""
-        if not self.rotary:
-            return keys
+    def turned(self, body: Any, keys: Tensor, by: int, window: int) -> Tensor:
+        """Rotary keys [B, L, heads, n, d] of all layers, `by` positions further back."""
         config, found = body.config, {}
         kinds = config.layer_types if self.rotary_by_type else [None] * keys.shape[1]
         # none; so many back; and as far as a window reaches, since some models rotate longer texts otherwise

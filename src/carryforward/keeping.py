@@ -2,6 +2,8 @@
 """Keys and values of earlier positions, carried to the next window beside what is pooled.
 
 Shapes: B rows, L layers, heads with keys of size d, S positions: a document's first ones (sinks), then the newest.
+They stand in this order at the first positions of the next window, behind an encoder's prefix, and the window's own
+tokens behind them, as if all were one text.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,30 +14,43 @@ from torch.nn.functional import pad
 
 from .configuration import RecurrenceConfig
 
-# Moves keys [B, L, heads, n, d] so many positions back.
-Move = Callable[[Tensor, int], Tensor]
+# Turns keys [B, L, heads, n, d], so that they stand so many positions further back.
+Turn = Callable[[Tensor, int], Tensor]
 
 
 class Keeping(nn.Module):
-    """Chooses what is kept of a window, and adds to each kept key and value an offset of its place, which is learned
-    and starts at zero: so a model whose positions are learned vectors can tell what is from the window before."""
+    """Chooses what is kept of a window, and moves it to where it stands before the next one.
 
-    def __init__(self, config: RecurrenceConfig, shape: Sequence[int]):
+    Rotary positions are differences: keys are turned, and that is all. Where positions are learned vectors, the base
+    model gives the window's tokens later ones, and what is kept is moved by the difference of two `places`: what a
+    position adds to keys and values on average. That is measured (`places`), and learned on with the rest.
+    """
+
+    def __init__(self, config: RecurrenceConfig, shape: Sequence[int], learned: bool):
         """
         Args:
             shape: of one row's keys and values, (L, 2, heads, S, d).
+            learned: positions are learned vectors.
         """
         super().__init__()
-        self.newest, self.sinks = config.kept, config.sinks
-        self.offsets = nn.Parameter(torch.zeros(*shape))
+        self.newest, self.sinks, self.seen = config.kept, config.sinks, config.seen
+        self.prefix = len(config.prefix)
+        *sides, _, size = shape
+        self.places = nn.Parameter(torch.zeros(*sides, config.window + config.seen, size)) if learned else None
+        # Of no size: where states live, and in what precision, if there are no weights to say it.
+        self.register_buffer("like", torch.empty(0), persistent=False)
+        self.like: Tensor
 
     def entering(self, kept: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """For each layer, counted from 1, the keys and values it sees, each [B, heads, S, d]."""
-        shown = kept + self.offsets
-        return {layer: (pair[:, 0], pair[:, 1]) for layer, pair in enumerate(shown.unbind(1), start=1)}
+        return {layer: (pair[:, 0], pair[:, 1]) for layer, pair in enumerate(kept.unbind(1), start=1)}
+
+    def standing(self, positions: Tensor) -> Tensor:
+        """Where learned positions of a window are, behind what it sees."""
+        return torch.where(positions < self.prefix, positions, positions + self.seen)
 
     def leaving(
-        self, noted: Sequence[tuple[Tensor, Tensor]], before: Tensor | None, start: int, following: int, move: Move
+        self, noted: Sequence[tuple[Tensor, Tensor]], before: Tensor | None, start: int, following: int, turn: Turn
     ) -> Tensor:
         """What a window passes on, [B, L, 2, heads, S, d].
 
@@ -44,21 +59,33 @@ class Keeping(nn.Module):
             before: what was passed on to the window, if anything was.
             start: the first position of the document's in the window.
             following: the position at which the next window starts.
-            move: so that keys stand where they stood, as seen from the next window.
         """
-        newest = self._part(noted, max(following - self.newest, start), following, following - start, move)
+        # how far behind its positions the window stands
+        behind = 0 if before is None and self.places is not None else self.seen
+
+        def part(begin: int, stop: int, to: int) -> Tensor:
+            return self._moved(noted, slice(begin, stop), begin + behind, to, turn)
+
+        begin = max(following - self.newest, start)
+        newest = part(begin, following, start + self.seen - (following - begin))
         missing = self.newest - newest.shape[-2]  # of a document that ends: nothing follows, nothing sees it
         newest = pad(newest, (0, 0, missing, 0))
         if not self.sinks:
-            return newest.to(self.offsets.dtype)
+            return newest
         if before is not None:
             first = before[..., : self.sinks, :]
         else:
-            first = self._part(noted, start, start + self.sinks, self.newest + self.sinks, move)
+            first = part(start, start + self.sinks, start)
             first = pad(first, (0, 0, 0, self.sinks - first.shape[-2]))
-        return torch.cat([first, newest], dim=-2).to(self.offsets.dtype)
+        return torch.cat([first, newest], dim=-2)
 
-    def _part(self, noted: Sequence[tuple[Tensor, Tensor]], start: int, stop: int, back: int, move: Move) -> Tensor:
-        keys, values = (torch.stack([pair[i][:, :, start:stop].to(self.offsets.device) for pair in noted], 1)
-                        for i in (0, 1))  # fmt: skip
-        return torch.stack([move(keys, back), values], dim=2)
+    def _moved(
+        self, noted: Sequence[tuple[Tensor, Tensor]], which: slice, standing: int, to: int, turn: Turn
+    ) -> Tensor:
+        """Some of a window's keys and values, [B, L, 2, heads, n, d], from where the first of them stands to another
+        position."""
+        keys, values = (torch.stack([pair[i][:, :, which].to(self.like) for pair in noted], 1) for i in (0, 1))
+        if self.places is None:
+            return torch.stack([turn(keys, standing - to), values], dim=2)
+        pairs, count = torch.stack([keys, values], dim=2), keys.shape[-2]
+        return pairs + self.places[..., to : to + count, :] - self.places[..., standing : standing + count, :]

@@ -92,7 +92,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             for module in base.modules():  # `post_init` must not initialise what the user brings
                 module._is_hf_initialized = True  # type: ignore[assignment]
         layers, size = config.base_config.num_hidden_layers, config.base_config.hidden_size
-        self.recurrence = Recurrence(config.recurrence, layers, size, config.kept_shape)
+        learned = not config.architecture.rotary
+        self.recurrence = Recurrence(config.recurrence, layers, size, config.kept_shape, learned)
         insertion.install(self._body, config.architecture)
         self.replays = Replays()
         self._allowance = Allowance()
@@ -120,8 +121,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         carried, kept = table.tensor_split([math.prod(shape)], dim=1)
         return carried.reshape(len(table), *shape), None if kept_shape is None else kept.unflatten(1, kept_shape)
 
-    def _move(self, keys: Tensor, back: int) -> Tensor:
-        return self.config.architecture.moved(self._body, keys, back, self.config.recurrence.window)
+    def _turn(self, keys: Tensor, back: int) -> Tensor:
+        return self.config.architecture.turned(self._body, keys, back, self.config.recurrence.window)
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -172,12 +173,15 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         if keeping is not None:
             doors.open_doors(self._body.config)
             carry.noting = passes_on
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "carry": carry, "return_dict": True}
         if state is not None:
             carried, carry.before = self._parts(state)
             carry.slots = self._slots(carried)
             if keeping is not None and carry.before is not None:
                 carry.earlier = keeping.entering(carry.before)
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "carry": carry, "return_dict": True}
+                if keeping.places is not None:
+                    positions = keeping.standing(torch.arange(ids.shape[1], device=ids.device)[None])
+                    inputs["position_ids"] = self.config.architecture.position_ids(self._body.config, positions)
         if self.config.architecture.causal:
             inputs["use_cache"] = False
         return carry, inputs
@@ -191,7 +195,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             if self.config.recurrence.slots:
                 parts.append(self.recurrence(outputs, start, stop).flatten(1))
             if keeping is not None:
-                parts.append(keeping.leaving(noted, carry.before, start, following, self._move).flatten(1))
+                parts.append(keeping.leaving(noted, carry.before, start, following, self._turn).flatten(1))
             states.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
         return tuple(states)
 

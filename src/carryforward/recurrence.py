@@ -24,11 +24,16 @@ class Recurrence(nn.Module):
     """
 
     def __init__(
-        self, config: RecurrenceConfig, num_layers: int, hidden_size: int, kept_shape: Sequence[int] | None = None
+        self,
+        config: RecurrenceConfig,
+        num_layers: int,
+        hidden_size: int,
+        kept_shape: Sequence[int] | None = None,
+        learned_positions: bool = False,
     ):
         super().__init__()
         self.config = config
-        self.keeping = Keeping(config, kept_shape) if kept_shape else None
+        self.keeping = Keeping(config, kept_shape, learned_positions) if kept_shape else None
         self.networks = nn.ModuleList()
         if not config.slots:
             return
@@ -71,11 +76,11 @@ class Recurrence(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The last linear layer's weight: states live on its device, in its precision."""
+        """The last linear layer's weight, or what stands for it: states live on its device, in its precision."""
         if self.networks:
             return self.networks[0][-1].weight  # type: ignore[index]
         assert self.keeping is not None, "a state is pooled or kept"
-        return self.keeping.offsets
+        return self.keeping.like
 
     def pool(self, layers: Sequence[Tensor]) -> Tensor:
         """Equation 1 and its alternatives: the chosen layers, each [B, P, k], to [B, S, m]."""

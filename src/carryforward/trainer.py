@@ -105,6 +105,8 @@ class RecurrentTrainer(Trainer):
         if not isinstance(model, RecurrentForCausalLM):
             raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}: make one "
                              "with add_recurrence(AutoModelForCausalLM.from_pretrained(...)).")  # fmt: skip
+        if args.freeze_base and not any(True for _ in model.recurrence.parameters()):
+            raise ValueError("freeze_base trains the recurrence alone, and this one has nothing to be trained.")
         recurrence = model.config.recurrence
         self.samples = Samples(
             train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample, in_pieces=args.carry_state

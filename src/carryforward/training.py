@@ -25,6 +25,7 @@ from .data.corpora import available_splits, open_corpus
 from .data.documents import Documents, tokenise
 from .heads import RecurrentForCausalLM
 from .loading import Loaded, load_causal, load_config, load_tokenizer
+from .places import measure_places, needs_places
 from .provenance import provenance
 from .runs import Run
 from .settings import TrainSettings
@@ -58,6 +59,8 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
         model = _recurrent(loaded, chosen)
         model.fast_path = settings.fast_path  # type: ignore[assignment]  # `settings` has checked it
         trainer = RecurrentTrainer(model, arguments, train_documents, validation, processing_class=tokenizer)
+        if settings.recurrence and needs_places(model):  # on the trainer's device
+            measure_places(model, train_documents)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(Show(trainer))

@@ -227,7 +227,7 @@ class WindowCache(Cache):
                     for layer in sorted(self.keys)
                 ]
                 before = self._kept[some] if started else None
-                kept = recurrence.keeping.leaving(noted, before, 0, self._window - self.overlap, model._move)
+                kept = recurrence.keeping.leaving(noted, before, 0, self._window - self.overlap, model._turn)
                 self._kept = self._kept.index_copy(0, self._index(some).to(kept.device), kept)
 
     def _next(self, model: Any, column: Tensor, new: list[int]) -> Tensor:
@@ -296,10 +296,13 @@ class WindowCache(Cache):
         """The base model on tokens [b, n] of some rows, at these positions of their windows; logits of the `last`."""
         # what is padding goes to a place behind the window that nothing ever sees
         self._places, self._rows = positions.masked_fill(unread, self._window), rows
-        inside = positions.clamp(max=self._window - 1)
+        inside = standing = positions.clamp(max=self._window - 1)
+        if model.recurrence.keeping is not None and model.recurrence.keeping.places is not None:
+            assert carry.seen is not None
+            standing = inside + carry.seen.to(inside.device)[:, None] * self._seen
         out = model.base(
             input_ids=tokens,
-            position_ids=inside,
+            position_ids=standing,
             attention_mask=model.config.architecture.masks(model.config.base_config, inside, self._window + 1),
             past_key_values=self,
             use_cache=True,
@@ -354,7 +357,7 @@ def _mode(model: Any) -> tuple:
     weight = model.recurrence.weight
     device = weight.device.type
     autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return *autocast, model.training, weight.dtype, weight.data_ptr()
+    return *autocast, model.training, weight.dtype, next(model.parameters()).data_ptr()
 
 
 class _RecordedStep:

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What models read when keys and values are carried over window borders, before any training.
+
+    python run.py smollm2 path/to/smollm2-135m path/to/books   # results/smollm2/*.json, then the tables; a GPU: 2 minutes
+    python run.py --tables                                     # writes README.md and the figures again
+
+Plain at several overlaps beside models that keep so many positions and carry no overlap, windows of 300 tokens, on the
+first 15,000 tokens of each validation document.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from carryforward import horizon, report
+from carryforward.evaluating import evaluate
+from carryforward.extending import extend
+from carryforward.insertion import architecture_of
+from carryforward.loading import load_config
+
+HERE = Path(__file__).parent
+WINDOW, TOKENS = 300, 15_000
+OVERLAPS = (0, 50, 100, 200)
+KEPT = ((28, 4), (60, 4), (146, 4), (208, 4), (296, 4), (150, 0))  # newest positions and the document's first
+NAMES = {"bundled": "the bundled model, learned positions", "smollm2": "SmolLM2-135M, rotary positions"}
+
+
+def main() -> None:
+    if sys.argv[1:] != ["--tables"]:
+        run(*sys.argv[1:])
+    tables()
+
+
+def run(setting: str, model: str, data: str) -> None:
+    out, work = HERE / "results" / setting, Path("untrained-models")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    gpu = torch.cuda.is_available()
+    common = {"split": "validation", "max_document_tokens": TOKENS, "bf16": gpu, "batch_size": 50 if gpu else 8}
+    found = [evaluate(model, data, window=WINDOW, overlaps=OVERLAPS, **common)]
+    found[0]["model"]["name"] = "plain"
+    report.save(found, out)
+    config = load_config(model)
+    for kept, sinks in KEPT:
+        name = f"kept {kept} + {sinks}"
+        architecture = architecture_of(config)
+        if not architecture.rotary and WINDOW + kept + sinks > architecture.positions(config):
+            continue
+        folder = work / f"{setting}-{kept}-{sinks}"
+        shutil.rmtree(folder, ignore_errors=True)
+        extend(model, folder, data=data, window=WINDOW, kept=kept, sinks=sinks)
+        found.append(evaluate(str(folder), data, overlaps=(0,), **common))
+        found[-1]["model"]["name"] = name
+        report.save(found, out)
+    far = horizon.survey(
+        str(work / f"{setting}-146-4"), data, depths=(0, 1, 2, 4, 8, 16), max_document_tokens=TOKENS, bf16=gpu,
+        batch_size=32 if gpu else 8,
+    )  # fmt: skip
+    far["model"] = NAMES[setting]
+    (out / "horizon.json").write_text(json.dumps(far, indent=1) + "\n")
+
+
+def tables() -> None:
+    lines = [
+        "# Untrained",
+        "",
+        "Keys and values of the newest positions, and of a document's first few, are carried to the next window, and the "
+        "model reads on: no training, no overlap. Windows of 300 tokens, the first 15,000 tokens of each validation book.",
+    ]
+    surveys = []
+    for setting, name in NAMES.items():
+        folder = HERE / "results" / setting
+        if not folder.exists():
+            continue
+        found = report.load(folder)
+        lines += ["", f"## {name[0].upper()}{name[1:]}", "", report.markdown(found).strip()]
+        surveys.append(json.loads((folder / "horizon.json").read_text()))
+        far = [f"{one['windows']}: {one['gain']:.3f}" for one in surveys[-1]["depths"][1:]]
+        lines += ["", f"Gain in nats per token by how many windows back the state begins, 146 + 4 kept: {', '.join(far)}."]
+    horizon.draw(surveys, HERE / "horizon.png")
+    lines += ["", "![gain against distance](horizon.png)", "", "Written by `python experiments/untrained/run.py --tables`."]
+    (HERE / "README.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a position adds to keys and values on average: with it a model that has learned positions reads what is kept.
+
+Where positions are learned vectors, a key says where its token stood: kept for the next window, it must say that it
+stands further back. What a layer makes of a token is, to a good part, a sum of what the token and what its position
+contribute, so the mean over many texts, position by position, shows the latter, and keys and values are moved from one
+position to another by the difference of two means.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import doors, insertion
+from .data.progress import Progress, bar
+from .modeling import RecurrentPreTrainedModel, evaluating
+
+ROWS = 128  # stretches of text: with four times as many, what is read is read no better
+_AT_ONCE = 8
+
+
+def needs_places(model: RecurrentPreTrainedModel) -> bool:
+    """Whether something is kept, positions are learned, and nothing has been measured or learned yet."""
+    keeping = model.recurrence.keeping
+    return keeping is not None and keeping.places is not None and not bool(keeping.places.any())
+
+
+@torch.no_grad()
+def measure_places(
+    model: RecurrentPreTrainedModel, documents: Sequence[Any], *, rows: int = ROWS, progress: Progress | None = None
+) -> None:
+    """Start the `places` of a model that keeps keys and values and has learned positions. No weight of the base model
+    is touched, and nothing is done for models with rotary positions, which need none.
+
+    Args:
+        documents: token ids of texts, without special tokens, in the language the model is to read.
+        rows: how many stretches of them are read.
+        progress: called with the rows done and all rows; without it, a bar if there is a terminal.
+    """
+    keeping = model.recurrence.keeping
+    if keeping is None or keeping.places is None:
+        return
+    doors.open_doors(model._body.config)
+    prefix = model.config.recurrence.prefix
+    texts = _stretches(documents, keeping.places.shape[-2] - len(prefix), rows)
+    total = torch.zeros_like(keeping.places, dtype=torch.float64)
+    with evaluating(model), bar(progress, "measuring positions", after=2) as report:
+        for begin in range(0, len(texts), _AT_ONCE):
+            part = torch.from_numpy(texts[begin : begin + _AT_ONCE].astype(np.int64)).to(model.device)
+            front = torch.tensor(prefix, dtype=torch.long, device=part.device).expand(len(part), -1)
+            carry = insertion.Carry()
+            carry.noting = True
+            model._body(input_ids=torch.cat([front, part], dim=1), carry=carry, return_dict=True)
+            for layer, pair in enumerate(carry.take_noted()):
+                for i, found in enumerate(pair):
+                    total[layer, i] += found.sum(0, dtype=torch.float64).to(total.device)
+            report(begin + len(part), len(texts))
+    keeping.places.copy_(total / len(texts))
+
+
+def _stretches(documents: Sequence[Any], length: int, rows: int) -> np.ndarray:
+    """Rows of `length` tokens, from the middle of documents all over the corpus, joined where they are short."""
+    count = min(len(documents), rows)
+    chosen = [np.asarray(documents[i * len(documents) // count]) for i in range(count)]
+    share = -(-rows * length // max(count, 1))
+    middles = [text[max((len(text) - share) // 2, 0) :][:share] for text in chosen]
+    joined = np.concatenate([np.empty(0, np.int64), *middles])
+    if len(joined) < length:
+        raise ValueError(
+            f"documents have {len(joined):,} tokens where {length:,} are needed, better {rows * length:,}: as many as "
+            "a window and what is kept before it. Give more text."
+        )
+    return joined[: len(joined) // length * length].reshape(-1, length)[:rows]
