@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What models read when keys and values are carried over window borders, before any training.
 
-    python run.py smollm2 path/to/smollm2-135m path/to/books   # results/smollm2/*.json, then the tables; a GPU: 2 minutes
-    python run.py --tables                                     # writes README.md and the figures again
+    python run.py smollm2 path/to/smollm2-135m path/to/books   # writes results/smollm2/*.json
+    python run.py --tables                                     # writes README.md and the figure
 
 Plain at several overlaps beside models that keep so many positions and carry no overlap, windows of 300 tokens, on the
 first 15,000 tokens of each validation document.
@@ -29,9 +29,10 @@ NAMES = {"bundled": "the bundled model, learned positions", "smollm2": "SmolLM2-
 
 
 def main() -> None:
-    if sys.argv[1:] != ["--tables"]:
+    if sys.argv[1:] == ["--tables"]:
+        tables()
+    else:
         run(*sys.argv[1:])
-    tables()
 
 
 def run(setting: str, model: str, data: str) -> None:
@@ -67,8 +68,9 @@ def tables() -> None:
     lines = [
         "# Untrained",
         "",
-        "Keys and values of the newest positions, and of a document's first few, are carried to the next window, and the "
-        "model reads on: no training, no overlap. Windows of 300 tokens, the first 15,000 tokens of each validation book.",
+        "Keys and values of the newest positions, and of a document's first few, are carried to the next window, and "
+        "the model reads on: no training, no overlap. Windows of 300 tokens, the first 15,000 tokens of each "
+        "validation book.",
     ]
     surveys = []
     for setting, name in NAMES.items():
@@ -78,10 +80,11 @@ def tables() -> None:
         found = report.load(folder)
         lines += ["", f"## {name[0].upper()}{name[1:]}", "", report.markdown(found).strip()]
         surveys.append(json.loads((folder / "horizon.json").read_text()))
-        far = [f"{one['windows']}: {one['gain']:.3f}" for one in surveys[-1]["depths"][1:]]
-        lines += ["", f"Gain in nats per token by how many windows back the state begins, 146 + 4 kept: {', '.join(far)}."]
+        far = ", ".join(f"{one['windows']}: {one['gain']:.3f}" for one in surveys[-1]["depths"][1:])
+        lines += ["", f"Gain in nats per token by how many windows back the state begins, 146 + 4 kept: {far}."]
     horizon.draw(surveys, HERE / "horizon.png")
-    lines += ["", "![gain against distance](horizon.png)", "", "Written by `python experiments/untrained/run.py --tables`."]
+    lines += ["", "![gain against distance](horizon.png)"]
+    lines += ["", "Written by `python experiments/untrained/run.py --tables`."]
     (HERE / "README.md").write_text("\n".join(lines) + "\n")
 
 
