@@ -43,13 +43,14 @@ class Keeping(nn.Module):
 
     def entering(self, kept: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """For each layer, counted from 1, the keys and values it sees, each [B, heads, S, d]."""
-        return {layer: (pair[:, 0], pair[:, 1]) for layer, pair in enumerate(kept.unbind(1), start=1)}
+        pairs = (both.unbind(1) for both in kept.unbind(1))
+        return {layer: (keys, values) for layer, (keys, values) in enumerate(pairs, start=1)}
 
     def standing(self, positions: Tensor) -> Tensor:
         """Where learned positions of a window are, behind what it sees."""
         return torch.where(positions < self.prefix, positions, positions + self.seen)
 
-    def leaving(
+    def forward(
         self, noted: Sequence[tuple[Tensor, Tensor]], before: Tensor | None, start: int, following: int, turn: Turn
     ) -> Tensor:
         """What a window passes on, [B, L, 2, heads, S, d].
@@ -64,12 +65,15 @@ class Keeping(nn.Module):
         behind = 0 if before is None and self.places is not None else self.seen
 
         def part(begin: int, stop: int, to: int) -> Tensor:
-            return self._moved(noted, slice(begin, stop), begin + behind, to, turn)
+            # all in one go: what is kept is much, and every pass over it costs
+            both = torch.stack([x[:, :, begin:stop].to(self.like.device) for pair in noted for x in pair], dim=1)
+            return self._moved(both.unflatten(1, (-1, 2)), begin + behind, to, turn)
 
         begin = max(following - self.newest, start)
         newest = part(begin, following, start + self.seen - (following - begin))
         missing = self.newest - newest.shape[-2]  # of a document that ends: nothing follows, nothing sees it
-        newest = pad(newest, (0, 0, missing, 0))
+        if missing:
+            newest = pad(newest, (0, 0, missing, 0))
         if not self.sinks:
             return newest
         if before is not None:
@@ -79,13 +83,11 @@ class Keeping(nn.Module):
             first = pad(first, (0, 0, 0, self.sinks - first.shape[-2]))
         return torch.cat([first, newest], dim=-2)
 
-    def _moved(
-        self, noted: Sequence[tuple[Tensor, Tensor]], which: slice, standing: int, to: int, turn: Turn
-    ) -> Tensor:
-        """Some of a window's keys and values, [B, L, 2, heads, n, d], from where the first of them stands to another
-        position."""
-        keys, values = (torch.stack([pair[i][:, :, which].to(self.like) for pair in noted], 1) for i in (0, 1))
+    def _moved(self, pairs: Tensor, standing: int, to: int, turn: Turn) -> Tensor:
+        """Keys and values [B, L, 2, heads, n, d], from where the first of them stands to another position."""
         if self.places is None:
+            keys, values = pairs.to(self.like.dtype).unbind(2)
             return torch.stack([turn(keys, standing - to), values], dim=2)
-        pairs, count = torch.stack([keys, values], dim=2), keys.shape[-2]
-        return pairs + self.places[..., to : to + count, :] - self.places[..., standing : standing + count, :]
+        count = pairs.shape[-2]
+        there, here = (self.places[..., at : at + count, :] for at in (to, standing))
+        return (pairs + (there - here)).to(self.like.dtype)

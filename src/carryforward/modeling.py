@@ -195,7 +195,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             if self.config.recurrence.slots:
                 parts.append(self.recurrence(outputs, start, stop).flatten(1))
             if keeping is not None:
-                parts.append(keeping.leaving(noted, carry.before, start, following, self._turn).flatten(1))
+                parts.append(keeping(noted, carry.before, start, following, self._turn).flatten(1))
             states.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
         return tuple(states)
 

@@ -231,8 +231,9 @@ def uncached_autocast(device: torch.device) -> torch.autocast:
 @contextlib.contextmanager
 def compiled(model: Any) -> Iterator[None]:
     """Layers compiled, one like the other, which takes a twelfth of the time of a whole model of twelve; and the
-    recurrence, which is many small operations."""
-    parts = [*model.config.architecture.layer_list(model._body), model.recurrence]
+    recurrence, which is many small operations, and what is kept, which is many passes over much."""
+    keeping = model.recurrence.keeping
+    parts = [*model.config.architecture.layer_list(model._body), model.recurrence, *([keeping] if keeping else [])]
     # random numbers as they are drawn without compiler: both passes over a window must draw the same
     options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
     token = losses.FUSED.set(torch.compile(losses.fusable, **options))

@@ -227,7 +227,7 @@ class WindowCache(Cache):
                     for layer in sorted(self.keys)
                 ]
                 before = self._kept[some] if started else None
-                kept = recurrence.keeping.leaving(noted, before, 0, self._window - self.overlap, model._turn)
+                kept = recurrence.keeping(noted, before, 0, self._window - self.overlap, model._turn)
                 self._kept = self._kept.index_copy(0, self._index(some).to(kept.device), kept)
 
     def _next(self, model: Any, column: Tensor, new: list[int]) -> Tensor:
