@@ -103,6 +103,19 @@ def evaluation(model, home, *more):
 # --- help and flags ------------------------------------------------------------------------------------------------
 
 
+def test_a_preset(home, tmp_path):
+    base = ["train", "--data", home / "texts", *TRAIN, "--preset"]
+    told = succeed(*base, "kept", "--model", home / "model", "--out", tmp_path / "run")
+    assert " tokens, validation word perplexity " in told.out
+    model = heads.RecurrentForCausalLM.from_pretrained(tmp_path / "run")
+    recurrence = model.config.recurrence
+    assert (recurrence.slots, recurrence.kept, recurrence.sinks) == (0, WINDOW // 2 - 4, 4)
+    assert model.recurrence.keeping.places.abs().mean() > 1e-3, "measured before training"
+    assert "no preset 'other'. There are: 'paper', 'kept'" in fail(*base, "other", "--out", tmp_path / "own", code=2)
+    refused = fail(*base, "kept", "--model", tmp_path / "run", "--out", tmp_path / "own", code=2)
+    assert "is recurrent already. Leave --preset out" in refused
+
+
 @pytest.mark.parametrize("verb", ["", "train", "evaluate", "flops", "report"])
 def test_help_needs_no_torch(verb):
     code = (

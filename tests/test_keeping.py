@@ -260,6 +260,19 @@ def test_the_base_model_is_still_the_base_model(name):
     assert_close(again(ids, use_state=False).logits[:, :8], plain(ids[:, :8]).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_presets():
+    assert cf.RecurrenceConfig.preset("paper", window=64) == cf.RecurrenceConfig(window=64)
+    kept = cf.RecurrenceConfig.preset("kept")
+    assert (kept.window, kept.slots, kept.kept, kept.sinks) == (300, 0, 146, 4)
+    assert cf.RecurrenceConfig.preset("kept", window=64, overlap=48).kept == 12
+    other = cf.RecurrenceConfig.preset("kept", window=64, sinks=0, slots=2)
+    assert (other.kept, other.sinks, other.slots) == (32, 0, 2)
+    with pytest.raises(ValueError, match="no preset 'best'. There are: 'paper', 'kept'"):
+        cf.RecurrenceConfig.preset("best")
+    with pytest.raises(ValueError, match="Did you mean 'window'"):
+        cf.RecurrenceConfig.preset("kept", windw=4)
+
+
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
 

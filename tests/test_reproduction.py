@@ -401,3 +401,13 @@ def test_learning_rates_that_were_tried():
 def test_the_frontier():
     points = [(1.0, 10.0), (2.0, 8.0), (2.5, 9.0), (3.0, 8.0), (4.0, 7.0), (1.0, 11.0)]
     assert figures.frontier(points) == [(1.0, 10.0), (2.0, 8.0), (4.0, 7.0)]
+
+
+def test_variants_beside_overlaps_are_lines_of_their_own(tmp_path):
+    rows = [row("plain", 0, 100.0), row("plain", 50, 90.0), row("a", 0, 95.0, trained=0), row("b", 0, 91.0, trained=0)]
+    rows.append(row("b", 0, 101.0, trained=0, use_state=False))
+    lines = figures._lines(rows, by_label=True)
+    assert [(line.name, len(line.points), len(line.removed)) for line in lines] == [
+        ("plain", 2, 0), ("a", 1, 0), ("b", 1, 1)]  # fmt: skip
+    assert figures.write("variants", rows, tmp_path / "x") == [tmp_path / "x.png"]
+    assert figures.write("variants", [r for r in rows if r.overlap == 0], tmp_path / "y") == []

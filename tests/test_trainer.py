@@ -227,6 +227,25 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path, arguments, message):
         trainer(tmp_path, **arguments)
 
 
+def test_nothing_to_train_is_refused(tmp_path):
+    model = tiny.recurrent("llama", slots=0, kept=4)
+    with pytest.raises(ValueError, match="has nothing to be trained"):
+        RecurrentTrainer(model, RecurrentTrainingArguments(str(tmp_path), use_cpu=True, freeze_base=True), TRAIN)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])  # with nothing new to train, and with places
+def test_what_is_kept_is_trained(tmp_path, name):
+    model = tiny.recurrent(name, slots=0, kept=4, sinks=1)
+    args = RecurrentTrainingArguments(
+        str(tmp_path), use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2, train_tokens=600,
+        learning_rate=1e-3, windows_per_sample=3, save_strategy="no", eval_strategy="no", load_best_model_at_end=False,
+    )  # fmt: skip
+    before = weights(model)
+    RecurrentTrainer(model, args, TRAIN).train()
+    changed = {key.split(".")[0] for key, value in weights(model).items() if not value.equal(before[key])}
+    assert changed == ({"base", "recurrence"} if name == "gpt2" else {"base"})
+
+
 def test_other_models_are_refused(tmp_path):
     with pytest.raises(ValueError, match="trains causal recurrent models, not GPT2LMHeadModel"):
         RecurrentTrainer(tiny.base("gpt2"), RecurrentTrainingArguments(str(tmp_path), use_cpu=True), TRAIN)

@@ -22,8 +22,11 @@ from carryforward.insertion import architecture_of
 from carryforward.loading import load_config
 
 HERE = Path(__file__).parent
+README = HERE.parents[1] / "README.md"
+BEGIN, END = "<!-- untrained: written by experiments/untrained/run.py -->", "<!-- end of untrained -->"
 WINDOW, TOKENS = 300, 15_000
 OVERLAPS = (0, 50, 100, 200)
+SHOWN = (0, 50, 200)  # in the main README
 KEPT = ((28, 4), (60, 4), (146, 4), (208, 4), (296, 4), (150, 0))  # newest positions and the document's first
 NAMES = {"bundled": "the bundled model, learned positions", "smollm2": "SmolLM2-135M, rotary positions"}
 
@@ -86,6 +89,23 @@ def tables() -> None:
     lines += ["", "![gain against distance](horizon.png)"]
     lines += ["", "Written by `python experiments/untrained/run.py --tables`."]
     (HERE / "README.md").write_text("\n".join(lines) + "\n")
+    before, _, rest = README.read_text().partition(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n\n{excerpt()}\n\n{END}{rest.partition(END)[2]}")
+
+
+def excerpt() -> str:
+    """For the main README: what half a window is worth, beside overlaps."""
+    lines = ["| word perplexity, windows of 300 | plain | overlap 50 | overlap 200 | 150 positions carried on |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    for setting, name in NAMES.items():
+        found = {one["model"]["name"]: one for one in report.load(HERE / "results" / setting)}
+        rows = {row["overlap"]: row for row in found["plain"]["rows"]}
+        (own,) = [row for row in found["kept 146 + 4"]["rows"] if row["use_state"]]
+        numbers = [f"{rows[overlap]['word_perplexity']:.1f}" for overlap in SHOWN]
+        lines.append(f"| {name} | {' | '.join(numbers)} | **{own['word_perplexity']:.1f}** |")
+        cost = [row["flops"]["base"] + row["flops"]["recurrence"] for row in (*(rows[o] for o in SHOWN), own)]
+        lines.append(f"| its FLOPs | {' | '.join(f'{one / cost[0]:.2f}' for one in cost)} |")
+    return "\n".join(lines) + "\n\nOn 50 [validation books](experiments/untrained/README.md), nothing trained."
 
 
 if __name__ == "__main__":

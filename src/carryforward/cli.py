@@ -136,7 +136,7 @@ def add(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the model that is made.")],
     window: Annotated[int | None, typer.Option(help="Tokens read at once; up to 1,024 by default.")] = None,
     kept: Annotated[int | None, typer.Option(help="Newest positions that are carried on; half a window.")] = None,
-    sinks: Annotated[int, typer.Option(help="First positions of the document that are carried on.")] = 4,
+    sinks: Annotated[int | None, typer.Option(help="First positions of the document, carried on too; 4.")] = None,
     data: Annotated[
         str, typer.Option(help="Text in the model's language, from which one with learned positions learns their part.")
     ] = PYTHON_DOCS,

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 Pooling = Literal["mean", "max", "attention"]
 PooledLayers = Literal["all", "last", "below"]
+PRESETS = ("paper", "kept")
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,24 @@ class RecurrenceConfig:
         _require(self, "slots", self.slots <= room, f"at most {room}, the document tokens of a window")
         left = room - self.overlap - self.sinks  # or a document's first positions would be seen twice
         _require(self, "kept", self.kept <= left, f"at most {left}: by so many is a window ahead, less `sinks`")
+
+    @classmethod
+    def preset(cls, name: str, **fields: Any) -> "RecurrenceConfig":
+        """A recurrence by name, with fields on top of it.
+
+        Args:
+            name: "paper", the paper's: one vector, pooled from all layers, enters the second. Or "kept", which pools
+                nothing and carries the keys and values of half a window: the newest positions and a document's first
+                four. It is read before any training, and better than the plain model reads with two thirds overlap.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"RecurrenceConfig has no preset {name!r}. There are: {', '.join(map(repr, PRESETS))}.")
+        if name == "kept":
+            plain = cls(**{name: value for name, value in fields.items() if name in ("window", "overlap")})
+            sinks = fields.get("sinks", 4)
+            kept = min(plain.window // 2, plain.window - plain.overlap) - sinks
+            fields = {"slots": 0, "kept": max(kept, 1), "sinks": sinks, **fields}
+        return cls(**fields)
 
     @property
     def seen(self) -> int:

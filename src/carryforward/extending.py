@@ -5,6 +5,7 @@ from pathlib import Path
 
 from . import checkpoints, console
 from .adding import add_recurrence
+from .configuration import RecurrenceConfig
 from .data.corpora import open_corpus
 from .data.documents import tokenise
 from .insertion import architecture_of
@@ -12,11 +13,16 @@ from .loading import load_causal
 from .places import measure_places, needs_places
 
 AT_ONCE = 1024  # a window need not be as long as a model can read
-SINKS = 4
 
 
 def extend(
-    name: str, out: Path, *, data: str, window: int | None = None, kept: int | None = None, sinks: int = SINKS
+    name: str,
+    out: Path,
+    *,
+    data: str,
+    window: int | None = None,
+    kept: int | None = None,
+    sinks: int | None = None,
 ) -> dict[str, int]:
     """Save a model that carries keys and values from window to window; gives back what it does.
 
@@ -24,7 +30,7 @@ def extend(
         data: a corpus; a model with learned positions reads some of its training text to learn what they do.
         window: by default as many tokens as leave room for what is kept among the model's positions, 1,024 at most.
         kept: newest positions whose keys and values are carried; with `sinks`, half a window by default.
-        sinks: the document's first positions, whose are carried too.
+        sinks: the document's first positions, whose are carried too; 4 by default.
     """
     if out.exists():
         raise ValueError(f"--out {out} exists already. Give another folder.")
@@ -35,11 +41,12 @@ def extend(
     positions, reach = architecture.positions(loaded.model.config), architecture.reach(loaded.model.config)
     if window is None:
         window = min(AT_ONCE, min(positions, reach or positions) * 2 // 3)
-    kept = max(window // 2 - sinks, 1) if kept is None else kept
-    model = add_recurrence(loaded.model, window=window, slots=0, kept=kept, sinks=sinks)
+    given = {key: value for key, value in (("kept", kept), ("sinks", sinks)) if value is not None}
+    recurrence = RecurrenceConfig.preset("kept", window=window, **given)
+    model = add_recurrence(loaded.model, recurrence)
     if needs_places(model):
         measure_places(model, tokenise(open_corpus(data, "train"), loaded.tokenizer))
-    if reach is not None and window + kept + sinks > reach:
+    if reach is not None and window + recurrence.seen > reach:
         console.note(
             f"{name} has layers that look back {reach} tokens only, and would see further with what is kept. Use a "
             "smaller --window and --kept, or train it first."
@@ -47,4 +54,4 @@ def extend(
     with checkpoints.written_beside(out) as beside:
         model.save_pretrained(beside)
         loaded.tokenizer.save_pretrained(beside)
-    return {"window": window, "kept": kept, "sinks": sinks}
+    return {"window": window, "kept": recurrence.kept, "sinks": recurrence.sinks}

@@ -50,6 +50,7 @@ class TrainSettings:
     max_validation_tokens: int | None = _data(None, "Validate on the first so many tokens of each document.")
 
     recurrence: bool = _recurrence(True, "--no-recurrence trains the plain model in the same loop.")
+    preset: str | None = _recurrence(None, "paper, or kept: keys and values of half a window (paper).")
     window: int | None = _recurrence(None, "Tokens read at once (300).")
     overlap: int | None = _recurrence(None, "Tokens that consecutive windows share (0).")
     slots: int | None = _recurrence(None, "Vectors carried (1).")

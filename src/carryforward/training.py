@@ -121,7 +121,11 @@ def _check_recurrence(settings: TrainSettings) -> None:
     """Refuse what the model cannot do before anything is tokenised."""
     config = load_config(settings.model)
     if not isinstance(config, RecurrentModelConfig):
-        RecurrentModelConfig(base_config=config, recurrence=RecurrenceConfig(**settings.recurrence_fields()))
+        RecurrentModelConfig(base_config=config, recurrence=_recurrence(settings))
+
+
+def _recurrence(settings: TrainSettings) -> RecurrenceConfig:
+    return RecurrenceConfig.preset(settings.preset or "paper", **settings.recurrence_fields())
 
 
 def _describe(what: str, documents: Documents) -> str:
@@ -133,10 +137,12 @@ def _recurrent(loaded: Loaded, settings: TrainSettings) -> RecurrentForCausalLM:
     if isinstance(loaded.model, RecurrentForCausalLM):
         own = dataclasses.asdict(loaded.model.config.recurrence)
         differing = [f"{name}={own[name]}" for name, value in fields.items() if own[name] != value]
+        if settings.preset is not None:
+            raise ValueError(f"{loaded.name} is recurrent already. Leave --preset out.")
         if differing:
             raise ValueError(f"{loaded.name} is recurrent already, with {', '.join(differing)}. Leave these out.")
         return loaded.model
-    model = add_recurrence(loaded.model, **fields)
+    model = add_recurrence(loaded.model, _recurrence(settings))
     assert isinstance(model, RecurrentForCausalLM)
     return model
 

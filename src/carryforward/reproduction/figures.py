@@ -17,6 +17,8 @@ def write(kind: str, rows: Sequence[Row], stem: Path) -> list[Path]:
     made, texts = {}, _by_text(rows)
     if kind == "overlaps" and texts:
         made[""] = draw({text: _lines(some) for text, some in texts.items()})
+    if kind == "variants" and len({row.overlap for row in rows if not row.recurrent}) > 1:  # else all cost the same
+        made[""] = draw({text: _lines(some, by_label=True) for text, some in texts.items()})
     if kind == "windows" and texts:
         made["-window"] = _against_window(texts)
         made["-flops"] = _against_flops(texts)
@@ -55,8 +57,9 @@ def _mean(rows: Sequence[Row]) -> Row:
     return replace(rows[0], perplexity=mean(rows))
 
 
-def _lines(rows: Sequence[Row]) -> list[Line]:
-    """For `figure.draw`: the plain model, and the recurrent ones at the overlaps they were trained at."""
+def _lines(rows: Sequence[Row], by_label: bool = False) -> list[Line]:
+    """For `figure.draw`: the plain model, and the recurrent ones at the overlaps they were trained at, as one line or
+    each under its own name."""
     plain, recurrent, removed = split(rows)
 
     def points(some: Sequence[Row]) -> list[tuple[float, float, str]]:
@@ -64,10 +67,13 @@ def _lines(rows: Sequence[Row]) -> list[Line]:
         at = [[row for row in some if row.overlap == overlap] for overlap in overlaps]
         return [(group[0].flops, mean(group), f"{group[0].overlap}") for group in at]
 
-    return [
-        Line("plain", False, points(plain), []),
-        Line("recurrent", True, points(recurrent), points(removed)),
-    ]
+    lines = [Line("plain", False, points(plain), [])]
+    if not by_label:
+        return [*lines, Line("recurrent", True, points(recurrent), points(removed))]
+    for label in dict.fromkeys(row.label for row in recurrent):
+        own, without = ([row for row in some if row.label == label] for some in (recurrent, removed))
+        lines.append(Line(label, True, points(own), points(without)))
+    return lines
 
 
 def _against_window(texts: dict[str, list[Row]]) -> Any:
