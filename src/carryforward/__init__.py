@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .heads import RecurrentModel as RecurrentModel
     from .loading import load_bundled as load_bundled
     from .places import measure_places as measure_places
+    from .question_answering import RecurrentForQuestionAnswering as RecurrentForQuestionAnswering
     from .sentences import RecurrentTransformer as RecurrentTransformer
     from .state import State as State
     from .trainer import RecurrentTrainer as RecurrentTrainer
@@ -55,6 +56,7 @@ _HOME = {
     "RecurrentModel": "heads",
     "load_bundled": "loading",
     "measure_places": "places",
+    "RecurrentForQuestionAnswering": "question_answering",
     "RecurrentTransformer": "sentences",
     "State": "state",
     "RecurrentTrainer": "trainer",

@@ -4,8 +4,9 @@
 import copy
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, Literal
 
+import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
@@ -20,6 +21,7 @@ from .heads import (
 )
 from .insertion import architecture_of
 from .modeling import RecurrentPreTrainedModel
+from .question_answering import RecurrentForQuestionAnswering
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ _CAUSAL_HEADS: _Heads = {
 }
 _ENCODER_HEADS: _Heads = {
     RecurrentForMaskedLM: auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    RecurrentForQuestionAnswering: auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     RecurrentForTokenClassification: auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     RecurrentForSequenceClassification: auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     RecurrentModel: auto.MODEL_MAPPING_NAMES,
@@ -42,6 +45,7 @@ def add_recurrence(
     config: RecurrenceConfig | None = None,
     *,
     tokenizer: Any = None,
+    head: Literal["question-answering"] | None = None,
     **fields: Any,
 ) -> RecurrentPreTrainedModel:
     """Turn a transformer into a recurrent one that reads documents of any length in the memory of one window.
@@ -50,9 +54,11 @@ def add_recurrence(
 
     Args:
         model: a Hugging Face model with a causal language model's head, a masked language model's, a token or sequence
-            classifier's, or none.
+            classifier's, a question-answering one, or none.
         config: the recurrence; or give its fields as keywords.
         tokenizer: for encoders: the special tokens it puts around a text are put around every window.
+        head: "question-answering" gives an encoder without a head a new one. Unless told otherwise, the recurrence of
+            question answering is that of the paper's section 5.4, with windows of up to 512 tokens.
         **fields: fields of `RecurrenceConfig`, on top of `config` if both are given.
 
     Returns:
@@ -66,11 +72,19 @@ def add_recurrence(
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
     architecture = architecture_of(model.config)
+    if head is not None:
+        model = _with_head(model, head)
     cls = _head_of(model, architecture.causal)
     _check_attention(model)
-    if tokenizer is not None:
+    if tokenizer is not None and cls is RecurrentForQuestionAnswering:
+        prefix, separator, suffix = pair_tokens(tokenizer)
+        fields = {"prefix": prefix, "separator": separator, "suffix": suffix, **fields}
+    elif tokenizer is not None:
         prefix, suffix = ((), ()) if architecture.causal else special_tokens(tokenizer)
         fields = {"prefix": prefix, "suffix": suffix, **fields}
+    if config is None and cls is RecurrentForQuestionAnswering:
+        own = {"window": min(512, architecture.positions(model.config)), "pooled_layers": "last"}
+        fields = {**own, "hidden_sizes": (model.config.hidden_size,), **fields}
     recurrence = RecurrenceConfig(**{**(_fields(config) if config else {}), **fields})
     if not architecture.causal and tokenizer is None and "prefix" not in fields and not recurrence.prefix:
         logger.warning(
@@ -80,7 +94,9 @@ def add_recurrence(
     result = cls(RecurrentModelConfig(base_config=model.config, recurrence=recurrence), base=model)
     if getattr(model, "generation_config", None) is not None:
         result.generation_config = copy.deepcopy(model.generation_config)
-    result.recurrence.to(device=model.device if model.device.type != "meta" else None, dtype=model.dtype)
+    for part in result.children():
+        if part is not model:
+            part.to(device=model.device if model.device.type != "meta" else None, dtype=model.dtype)
     return result.train(model.training)
 
 
@@ -95,6 +111,37 @@ def special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         f"tokenizer={type(tokenizer).__name__} does not put its special tokens around a text ({bare} becomes {whole}): "
         "give prefix and suffix instead."
     )
+
+
+def pair_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """What a tokenizer puts before, between and behind a question and a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole, size = tokenizer("a", "a")["input_ids"], len(bare)
+    places = [i for i in range(len(whole) - size + 1) if whole[i : i + size] == bare]
+    if len(places) != 2:
+        raise ValueError(
+            f"tokenizer={type(tokenizer).__name__} does not put its special tokens around a pair of texts ({bare} "
+            f"twice becomes {whole}): give prefix, separator and suffix instead."
+        )
+    first, second = places
+    return tuple(whole[:first]), tuple(whole[first + size : second]), tuple(whole[second + size :])
+
+
+def _with_head(model: PreTrainedModel, head: str) -> PreTrainedModel:
+    """A new head on a model without one, whose modules it shares."""
+    if head != "question-answering":
+        raise ValueError(f"head={head!r}: only 'question-answering' can be added.")
+    if _head_of(model, architecture_of(model.config).causal) is not RecurrentModel:
+        raise ValueError(
+            f"head={head!r}: {type(model).__name__} has a head already. Give its encoder, model.base_model."
+        )
+    if architecture_of(model.config).answer is None:
+        raise ValueError(f"head={head!r}: {model.config.model_type} is causal. Answers are found by encoders.")
+    made = transformers.AutoModelForQuestionAnswering.from_config(model.config).to(model.device, model.dtype)
+    body = made.base_model
+    for name, _ in list(body.named_children()):
+        setattr(body, name, getattr(model, name))
+    return made.train(model.training)
 
 
 def _head_of(model: PreTrainedModel, causal: bool) -> type[RecurrentPreTrainedModel]:

@@ -10,10 +10,15 @@ from .reading import IGNORE
 from .state import State
 
 
-def overlap(config: RecurrentModelConfig, value: int) -> None:
-    """An overlap the windows can have, and at which something is left to pool for every slot, and to keep."""
+def overlap(config: RecurrentModelConfig, value: int, prefix: int | None = None) -> None:
+    """An overlap the windows can have, and at which something is left to pool for every slot, and to keep.
+
+    Args:
+        prefix: tokens in front of every window; by default as many as the config has.
+    """
     recurrence = config.recurrence
-    room = windows.check(recurrence.window, value, len(recurrence.prefix), len(recurrence.suffix))
+    prefix = len(recurrence.prefix) if prefix is None else prefix
+    room = windows.check(recurrence.window, value, prefix, len(recurrence.suffix))
     pooled = min(room, room - value + recurrence.overlap)
     if pooled < recurrence.slots:
         raise ValueError(

@@ -51,6 +51,7 @@ class RecurrenceConfig:
         state_per_layer: with several insertion layers, whether each has a feed-forward network and so a state of its
             own, rather than one state shared by all.
         prefix, suffix: special tokens around every window of an encoder; `add_recurrence(tokenizer=...)` finds them.
+        separator: special tokens between a question and the document, likewise.
         bptt_windows: detach the state after every so many windows from the document's start; None never does. With 1
             every state is detached, and the recurrence module is not trained at all.
         keep_windows: how many of a sample's newest windows keep their activations for the backward pass instead of
@@ -75,6 +76,7 @@ class RecurrenceConfig:
     state_per_layer: bool = False
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    separator: tuple[int, ...] = ()
     bptt_windows: int | None = None
     keep_windows: int | Literal["auto"] = "auto"
     keep_graph: bool = False
@@ -92,7 +94,7 @@ class RecurrenceConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("hidden_sizes", "prefix", "suffix"):
+        for name in ("hidden_sizes", "prefix", "suffix", "separator"):
             _require(self, name, isinstance(getattr(self, name), list | tuple), "a list of integers")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.insert_at, list):
@@ -108,7 +110,7 @@ class RecurrenceConfig:
         for name, choices in (("pooling", get_args(Pooling)), ("pooled_layers", get_args(PooledLayers))):
             _require(self, name, getattr(self, name) in choices, "one of " + ", ".join(map(repr, choices)))
         _require(self, "hidden_sizes", all(_is_int(n) and n >= 1 for n in self.hidden_sizes), "positive integers")
-        for name in ("prefix", "suffix"):
+        for name in ("prefix", "suffix", "separator"):
             _require(self, name, all(_is_int(n) and n >= 0 for n in getattr(self, name)), "token ids")
         layers: tuple[Any, ...] = self.insert_at if isinstance(self.insert_at, tuple) else (self.insert_at,)
         valid = self.insert_at == "all" or (

@@ -71,9 +71,7 @@ class _TokenModel(RecurrentPreTrainedModel):
             return None, fields
         where = torch.cat([kept[id(cell)][2] for cell in reading.cells])
         values = torch.cat([emitted[-1] for emitted in emissions])
-        batch = len(reading.read)
-        empty = values.new_zeros(batch * width, *values.shape[1:])
-        return empty.index_copy(0, where.to(values.device), values).unflatten(0, (batch, width)), fields
+        return spread(values, where, len(reading.read), width), fields
 
 
 class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transformers looks for the last by name
@@ -295,12 +293,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             return (self._body(**inputs).last_hidden_state[:, 0],)
 
         emissions, carried = self._unroll(reading, emit)
-        batch = len(reading.read)
-        parts = [] if reading.before.summary is None else [reading.before.summary.to(carried.device)]
-        for cell, (first,) in zip(reading.cells, emissions, strict=True):
-            lowest = first.new_full((batch, first.shape[1]), -torch.inf)
-            parts.append(lowest.index_copy(0, reading.index(cell.rows).to(first.device), first))
-        summary = torch.stack(parts).amax(dim=0) if parts else None  # [B, k]
+        summary = summarise(reading, [first for (first,) in emissions])
         logits = loss = None
         if final:
             assert summary is not None, "documents that end have had a window"
@@ -308,6 +301,24 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             loss = None if labels is None else ForSequenceClassificationLoss(labels, logits, self.config)
         state, emitted = reading.state(*self._parts(carried), summary), torch.tensor(reading.emitted())
         return RecurrentOutput(loss=loss, logits=logits, emitted=emitted, state=state)
+
+
+def spread(values: Tensor, where: Tensor, batch: int, width: int, elsewhere: float = 0.0) -> Tensor:
+    """Outputs [n, ...] in the places of a call's, [B, width, ...]."""
+    empty = values.new_full((batch * width, *values.shape[1:]), elsewhere)
+    return empty.index_copy(0, where.to(values.device), values).unflatten(0, (batch, width))
+
+
+def summarise(reading: Reading, firsts: list[Tensor]) -> Tensor | None:
+    """The maximum over windows of their first token's vectors, [B, k]: of these windows, and of those before."""
+    batch, before = len(reading.read), reading.before.summary
+    parts = []
+    for cell, first in zip(reading.cells, firsts, strict=True):
+        lowest = first.new_full((batch, first.shape[1]), -torch.inf)
+        parts.append(lowest.index_copy(0, reading.index(cell.rows).to(first.device), first))
+    if before is not None:
+        parts.append(before.to(parts[0].device if parts else before.device))
+    return torch.stack(parts).amax(dim=0) if parts else None
 
 
 def _columns_to_keep(logits_to_keep: int | Tensor, width: int) -> tuple[Tensor, int, Tensor | None]:

@@ -44,6 +44,7 @@ class Architecture:
         offset_positions: learned positions start after the padding id, so that fewer can be used.
         masks_by_type: layers of different attention types take their masks from a dictionary.
         classify: the classification head applied to first-token vectors [B, k]; None where there is no such head.
+        answer: the question-answering head applied to hidden states [B, T, k]: [B, T, 2], for starts and ends.
     """
 
     causal: bool
@@ -55,6 +56,7 @@ class Architecture:
     offset_positions: bool = False
     masks_by_type: bool = False
     classify: Callable[[Any, Tensor], Tensor] | None = None
+    answer: Callable[[Any, Tensor], Tensor] | None = None
 
     def positions(self, config: Any) -> int:
         """How many positions the base model can use, or was trained on where they are rotary."""
@@ -133,12 +135,22 @@ def _modernbert_head(model: Any, first: Tensor) -> Tensor:
     return model.classifier(model.drop(model.head(first)))
 
 
+def _answers(model: Any, hidden: Tensor) -> Tensor:
+    return model.qa_outputs(hidden)
+
+
+def _distilbert_answers(model: Any, hidden: Tensor) -> Tensor:
+    return model.qa_outputs(model.dropout(hidden))
+
+
+def _modernbert_answers(model: Any, hidden: Tensor) -> Tensor:
+    return model.classifier(model.drop(model.head(hidden)))
+
+
 _llama = Architecture(True, "layers", "input_layernorm", "self_attn", rotary=True)
 _qwen = Architecture(True, "layers", "input_layernorm", "self_attn", rotary=True, masks_by_type=True)
-_bert = Architecture(False, "encoder.layer", None, "attention.self", classify=_bert_head)
-_roberta = Architecture(
-    False, "encoder.layer", None, "attention.self", offset_positions=True, classify=_first_token_head
-)
+_bert = Architecture(False, "encoder.layer", None, "attention.self", classify=_bert_head, answer=_answers)
+_roberta = replace(_bert, offset_positions=True, classify=_first_token_head)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture(True, "h", "ln_1", "attn"),
@@ -154,10 +166,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     "roberta": _roberta,
     "xlm-roberta": _roberta,
     "camembert": _roberta,
-    "electra": Architecture(False, "encoder.layer", None, "attention.self", classify=_first_token_head),
-    "distilbert": Architecture(False, "transformer.layer", None, "attention", classify=_distilbert_head),
+    "electra": replace(_bert, classify=_first_token_head),
+    "distilbert": Architecture(
+        False, "transformer.layer", None, "attention", classify=_distilbert_head, answer=_distilbert_answers
+    ),
     "modernbert": Architecture(
-        False, "layers", "attn_norm", "attn", rotary=True, rotary_by_type=True, classify=_modernbert_head
+        False,
+        "layers",
+        "attn_norm",
+        "attn",
+        rotary=True,
+        rotary_by_type=True,
+        classify=_modernbert_head,
+        answer=_modernbert_answers,
     ),
 }
 

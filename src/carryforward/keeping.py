@@ -34,7 +34,6 @@ class Keeping(nn.Module):
         """
         super().__init__()
         self.newest, self.sinks, self.seen = config.kept, config.sinks, config.seen
-        self.prefix = len(config.prefix)
         *sides, _, size = shape
         self.places = nn.Parameter(torch.zeros(*sides, config.window + config.seen, size)) if learned else None
         # Of no size: where states live, and in what precision, if there are no weights to say it.
@@ -46,9 +45,10 @@ class Keeping(nn.Module):
         pairs = (both.unbind(1) for both in kept.unbind(1))
         return {layer: (keys, values) for layer, (keys, values) in enumerate(pairs, start=1)}
 
-    def standing(self, positions: Tensor) -> Tensor:
-        """Where learned positions of a window are, behind what it sees."""
-        return torch.where(positions < self.prefix, positions, positions + self.seen)
+    def standing(self, positions: Tensor, leads: Tensor | int) -> Tensor:
+        """Where learned positions of a window are: those of the prefix, whose length is given, and behind what it
+        sees."""
+        return torch.where(positions < leads, positions, positions + self.seen)
 
     def forward(
         self, noted: Sequence[tuple[Tensor, Tensor]], before: Tensor | None, start: int, following: int, turn: Turn

@@ -138,11 +138,12 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         outputs: bool,
         final: bool,
         closing: bool = False,
+        prefixes: Sequence[Sequence[int]] | None = None,
     ) -> Reading:
         """Check a call's arguments and cut its documents into windows."""
         recurrence = self.config.recurrence
         overlap = recurrence.overlap if overlap is None else overlap
-        checks.overlap(self.config, overlap)
+        checks.overlap(self.config, overlap, None if prefixes is None else max(map(len, prefixes)))
         if input_ids is None and state is not None:  # no new tokens: that the documents end is all the news
             input_ids = state.tokens[:, :0]
         input_ids = checks.batch(input_ids)
@@ -154,20 +155,21 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         reading = Reading(
             self.config, input_ids, attention_mask, labels, state,
             overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
-            bptt_windows=recurrence.bptt_windows,
+            bptt_windows=recurrence.bptt_windows, prefixes=prefixes,
         )  # fmt: skip
         checks.vocabulary(input_ids, attention_mask, self._vocabulary)
         checks.classes(labels, self._num_classes)
         return reading
 
     def _inputs(
-        self, ids: Tensor, mask: Tensor | None, state: Tensor | None, passes_on: bool
+        self, ids: Tensor, mask: Tensor | None, state: Tensor | None, passes_on: bool, leads: Tensor | None = None
     ) -> tuple[insertion.Carry, dict]:
         """What the base model is called with for one window.
 
         Args:
             state: all its numbers, [b, m].
             passes_on: a state will be made of the window.
+            leads: how many positions of each row are its prefix, [b, 1]; by default as many as the config has.
         """
         carry, keeping = insertion.Carry(), self.recurrence.keeping
         if keeping is not None:
@@ -180,7 +182,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             if keeping is not None and carry.before is not None:
                 carry.earlier = keeping.entering(carry.before)
                 if keeping.places is not None:
-                    positions = keeping.standing(torch.arange(ids.shape[1], device=ids.device)[None])
+                    prefix: Tensor | int = len(self.config.recurrence.prefix) if leads is None else leads
+                    positions = keeping.standing(torch.arange(ids.shape[1], device=ids.device)[None], prefix)
                     inputs["position_ids"] = self.config.architecture.position_ids(self._body.config, positions)
         if self.config.architecture.causal:
             inputs["use_cache"] = False

@@ -77,7 +77,8 @@ class Program(bptt.Program):
             nll, states = model._window(work) if self.replays is None else self.replays.run(work, table)
             emitted = () if nll is None else (nll,)
         else:
-            carry, inputs = model._inputs(ids, mask, carried, passes_on=bool(pooled))
+            carry, inputs = model._inputs(ids, mask, carried, bool(pooled), reading.leads(cell))
+            inputs |= reading.token_types(cell, ids)
             if head:
                 emitted = self.emit(cell, inputs)
             else:

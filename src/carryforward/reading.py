@@ -4,7 +4,7 @@
 Padding is taken away first, so that positions count real tokens. Each row then has its own schedule; what runs
 together is a `Cell`: the next window of every row that still has one. Lengths are read from the device once; planning
 is done on the host. Causal windows are padded on the right without a mask (no real position sees the
-padding); encoder windows get prefix, suffix and mask.
+padding); encoder windows get prefix, suffix and mask. A row may have a prefix of its own, such as a question.
 
 Coordinates: a *token* index counts from the document's start, a *position* from the window's start (prefix included),
 a *column* from the start of the packed row (the unfinished window's first token).
@@ -63,6 +63,7 @@ class Reading:
         closing: bool = False,
         use_state: bool = True,
         bptt_windows: int | None = None,
+        prefixes: Sequence[Sequence[int]] | None = None,
     ):
         """
         Args:
@@ -71,6 +72,8 @@ class Reading:
             final: the documents end here (encoders).
             closing: they end here, and their last windows pass on a state though they may not be full.
             use_state: pass states on. Without them every window stands alone.
+            prefixes: the tokens in front of every window of each row, of which a document is then told apart by its
+                token type, where a model knows several; by default the config's.
         """
         self.config = config
         self.causal = config.architecture.causal
@@ -79,8 +82,11 @@ class Reading:
         self.final = final
         self.closing = closing
         self.use_state = use_state
-        self.prefix, self.suffix = config.recurrence.prefix, config.recurrence.suffix
-        self.room = config.recurrence.window - len(self.prefix) - len(self.suffix)
+        recurrence = config.recurrence
+        self.prefixes = [recurrence.prefix] * len(input_ids) if prefixes is None else [tuple(one) for one in prefixes]
+        self.suffix = recurrence.suffix
+        self.typed = prefixes is not None and getattr(config.base_config, "type_vocab_size", 0) > 1
+        self.rooms = [recurrence.window - len(prefix) - len(self.suffix) for prefix in self.prefixes]
         self.before = state
         self.read: list[int] = state.read.tolist()
         self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
@@ -128,7 +134,7 @@ class Reading:
         if self.causal:
             length += self.outputs  # as if one more token followed: then the last one has an output too
             return list(schedule(length, window, self.overlap, start=start, score_from=max(self.read[row], 1)))
-        sizes = {"prefix": len(self.prefix), "suffix": len(self.suffix)}
+        sizes = {"prefix": len(self.prefixes[row]), "suffix": len(self.suffix)}
         return list(encoder_schedule(length, window, self.overlap, **sizes, start=start, final=self.final))
 
     def _cells(self, bptt_windows: int | None) -> list[Cell]:
@@ -141,18 +147,19 @@ class Reading:
                 group = [row for row, carries in zip(rows, carried, strict=True) if carries == has_state]
                 if group:
                     windows = [self.schedules[row][step] for row in group]
-                    finished = [self._finished(row, w) for row, w in zip(group, windows, strict=True)]
-                    number = [w.start // (self.room - self.overlap) for w in windows]
+                    pairs = list(zip(group, windows, strict=True))
+                    finished = [self._finished(row, window) for row, window in pairs]
+                    number = [window.start // (self.rooms[row] - self.overlap) for row, window in pairs]
                     cut = [bptt_windows is not None and n % bptt_windows == 0 for n in number]
-                    width = max(w.end - w.start for w in windows) + len(self.prefix) + len(self.suffix)
-                    cells.append(Cell(group, windows, has_state, finished, cut, width))
+                    width = max(len(self.prefixes[row]) + window.end - window.start for row, window in pairs)
+                    cells.append(Cell(group, windows, has_state, finished, cut, width + len(self.suffix)))
         return cells
 
     def _finished(self, row: int, window: Window) -> bool:
         """A window passes on its state when it is full and nothing of it is still to be scored."""
         if self._closes(row, window):
             return True
-        full = window.end - window.start == self.room
+        full = window.end - window.start == self.rooms[row]
         more = window.end < self.length[row]
         return full and (more or not (self.causal or self.final))
 
@@ -184,15 +191,27 @@ class Reading:
         if self.causal:
             return torch.where(in_stretch, ids, ids[:, :1]), None  # any real token will do: nothing looks at it
         position = torch.arange(cell.width, device=ids.device)
-        past = position - len(self.prefix) - self._lengths(cell)  # 0 at the first position behind the stretch
+        leads = self.leads(cell)
+        past = position - leads - self._lengths(cell)  # 0 at the first position behind the stretch
         filler = getattr(self.config.base_config, "pad_token_id", None) or 0
         ids = torch.where(in_stretch, ids, filler)
-        for i, token in enumerate(self.prefix):
-            ids[:, i] = token
+        longest = max(len(self.prefixes[row]) for row in cell.rows)
+        front = self.index([(*self.prefixes[row], *[filler] * longest)[:longest] for row in cell.rows])
+        ids[:, :longest] = torch.where(position[:longest] < leads, front, ids[:, :longest])
         for i, token in enumerate(self.suffix):
             ids = torch.where(past == i, token, ids)
-        padded = any(w.end - w.start != cell.windows[0].end - cell.windows[0].start for w in cell.windows)
-        return ids, (past < len(self.suffix)).long() if padded else None
+        ends = {len(self.prefixes[row]) + w.end - w.start for row, w in zip(cell.rows, cell.windows, strict=True)}
+        return ids, (past < len(self.suffix)).long() if len(ends) > 1 else None
+
+    def leads(self, cell: Cell) -> Tensor:
+        """How many positions of each row are its prefix, [b, 1]."""
+        return self.index([len(self.prefixes[row]) for row in cell.rows])[:, None]
+
+    def token_types(self, cell: Cell, ids: Tensor) -> dict[str, Tensor]:
+        """Token types, if these rows have any: 0 in a row's prefix, 1 behind it."""
+        if not self.typed:
+            return {}
+        return {"token_type_ids": (torch.arange(cell.width, device=ids.device) >= self.leads(cell)).long()}
 
     def targets(self, cell: Cell) -> Tensor:
         """For each position the label it is scored on, or -100, [b, width]."""
@@ -200,7 +219,7 @@ class Reading:
         columns, _ = self._columns(cell, ahead=int(self.causal))
         labels = self.labels[self.index(cell.rows)[:, None], columns]
         position = torch.arange(cell.width, device=labels.device)
-        spans = self.index([self.span(w) for w in cell.windows])
+        spans = self.index(self._spans(cell))
         scored = (position >= spans[:, :1]) & (position < spans[:, 1:])
         if self.causal and self.outputs:  # the output at the last token has no target
             ends = self.index([self.length[r] - w.start for r, w in zip(cell.rows, cell.windows, strict=True)])
@@ -209,7 +228,7 @@ class Reading:
 
     def scored(self, cell: Cell) -> tuple[int, Tensor]:
         """The first position that any window of a cell is scored at, and the targets from there on."""
-        spans = {self.span(window) for window in cell.windows}
+        spans = set(self._spans(cell))
         start, begin = min(span[0] for span in spans), self._aligned(cell)
         if begin is None or len(spans) > 1 or self.outputs or not self.causal:
             return start, self.targets(cell)[:, start:]
@@ -218,10 +237,13 @@ class Reading:
         targets = self.labels[:, begin + start + 1 : begin + stop + 1]
         return start, targets if stop == cell.width else pad(targets, (0, cell.width - stop), value=IGNORE)
 
-    def span(self, window: Window) -> tuple[int, int]:
-        """The positions in a window whose outputs it answers for."""
-        shift = len(self.prefix) - window.start - int(self.causal)
-        return window.score_from + shift, window.score_to + shift
+    def _spans(self, cell: Cell) -> list[tuple[int, int]]:
+        """For each window the positions whose outputs it answers for."""
+        found = []
+        for row, window in zip(cell.rows, cell.windows, strict=True):
+            shift = len(self.prefixes[row]) - window.start - int(self.causal)
+            found.append((window.score_from + shift, window.score_to + shift))
+        return found
 
     def kept(self, cell: Cell, place: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Which outputs of a cell are given out, and where they go.
@@ -234,9 +256,9 @@ class Reading:
             row in the cell and position of each output, and its index in the call's outputs [B * width].
         """
         rows, positions, destinations = [], [], []
-        for i, (row, window) in enumerate(zip(cell.rows, cell.windows, strict=True)):
-            position = torch.arange(*self.span(window))
-            column = place[row, position - len(self.prefix) + window.start - self.first[row]]
+        for i, (row, window, span) in enumerate(zip(cell.rows, cell.windows, self._spans(cell), strict=True)):
+            position = torch.arange(*span)
+            column = place[row, position - len(self.prefixes[row]) + window.start - self.first[row]]
             position, column = position[column >= 0], column[column >= 0]
             rows.append(torch.full_like(position, i))
             positions.append(position)
@@ -250,7 +272,7 @@ class Reading:
         found: dict[Span, list[int]] = {}
         for i, (row, window) in enumerate(zip(cell.rows, cell.windows, strict=True)):
             if cell.finished[i]:
-                start, closes = len(self.prefix), self._closes(row, window)
+                start, closes = len(self.prefixes[row]), self._closes(row, window)
                 end = start + window.end - window.start
                 stop = end if closes else end + min(self.config.recurrence.overlap - self.overlap, 0)
                 found.setdefault(Span(start, stop, end if closes else end - self.overlap), []).append(i)
@@ -258,7 +280,7 @@ class Reading:
 
     def _columns(self, cell: Cell, ahead: int = 0) -> tuple[Tensor, Tensor]:
         """The packed column at each position, and whether the position belongs to the stretch at all."""
-        position = torch.arange(cell.width, device=self.tokens.device) - len(self.prefix)
+        position = torch.arange(cell.width, device=self.tokens.device) - self.leads(cell)
         rows = zip(cell.rows, cell.windows, strict=True)
         starts = self.index([window.start - self.first[row] for row, window in rows])
         columns = (starts[:, None] + position + ahead).clamp(0, self.tokens.shape[1] - 1)
@@ -313,7 +335,7 @@ class Reading:
             starts.append(self.first[row])
             for window in windows:
                 if self._finished(row, window):
-                    starts[row] = min(window.start + self.room - self.overlap, self.length[row])
+                    starts[row] = min(window.start + self.rooms[row] - self.overlap, self.length[row])
                     started[row] = self.use_state
         pending = [length - start for length, start in zip(self.length, starts, strict=True)]
         columns = torch.arange(max(pending)) + torch.tensor(starts)[:, None] - torch.tensor(self.first)[:, None]

@@ -18,13 +18,14 @@ def register() -> None:
     import transformers
     from transformers import AutoConfig
 
-    from . import heads
+    from . import heads, question_answering
     from .configuration import RecurrentModelConfig
 
     AutoConfig.register(RecurrentModelConfig.model_type, RecurrentModelConfig, exist_ok=True)
     for cls in (
         heads.RecurrentForCausalLM,
         heads.RecurrentForMaskedLM,
+        question_answering.RecurrentForQuestionAnswering,
         heads.RecurrentForSequenceClassification,
         heads.RecurrentForTokenClassification,
         heads.RecurrentModel,
