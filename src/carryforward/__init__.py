@@ -12,6 +12,7 @@ from . import registration
 
 if TYPE_CHECKING:
     from .adding import add_recurrence as add_recurrence
+    from .answering import answer as answer
     from .configuration import RecurrenceConfig as RecurrenceConfig
     from .configuration import RecurrentModelConfig as RecurrentModelConfig
     from .data.corpora import open_corpus as open_corpus
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "add_recurrence": "adding",
+    "answer": "answering",
     "RecurrenceConfig": "configuration",
     "RecurrentModelConfig": "configuration",
     "open_corpus": "data.corpora",

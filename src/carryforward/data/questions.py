@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions with their documents and answers, from HotpotQA's and SQuAD's files; answers found in the text.
+
+Formats: HotpotQA's official JSON and the Hub's rows of it; SQuAD's JSON (v1, and v2 with questions that have no answer)
+and the Hub's rows of it. Rows are a JSON list or JSON lines. Files may be compressed (.gz, .xz).
+"""
+
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMATS = ("hotpotqa", "squad")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that is accepted.
+
+    Attributes:
+        text: its words.
+        start: the character at which it begins in the document; None where it was not found there.
+    """
+
+    text: str
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question on a document.
+
+    Attributes:
+        id: its name in its data set.
+        question, document: the texts.
+        answers: those that are accepted; none if the question has no answer.
+        kind: "span", "yes", "no" or "none".
+        format: the data set's, which decides how answers are scored: "hotpotqa" or "squad".
+    """
+
+    id: str
+    question: str
+    document: str
+    answers: tuple[Answer, ...]
+    kind: str
+    format: str
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """The characters of the first answer that was found, [from, to); None where none was."""
+        found = [answer for answer in self.answers if answer.start is not None]
+        if self.kind != "span" or not found:
+            return None
+        start = found[0].start
+        assert start is not None
+        return start, start + len(found[0].text)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether it can be trained on: an answer that is a span has a place."""
+        return self.kind != "span" or self.place is not None
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """All questions of a file. Those whose answer is not in the text are there too: see `Question.aligned`."""
+    path = Path(path)
+    content = _content(path)
+    if isinstance(content, dict) and isinstance(content.get("data"), list):
+        return list(_squad(content["data"], path))
+    if isinstance(content, list) and content:
+        for make, fields in _ROWS:
+            if all(field in content[0] for field in fields):
+                return [_checked(make, row, number, path) for number, row in enumerate(content)]
+    raise ValueError(
+        f"{path} is neither HotpotQA's nor SQuAD's: a JSON object with 'data', or rows with a question, a context and "
+        "an answer, is expected."
+    )
+
+
+def _content(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file.")
+    opened = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:  # type: ignore[operator]
+            text = file.read()
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        try:
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no JSON: line {error.lineno}, {error.msg}.") from error
+
+
+def _checked(make: Callable[[Any], Question], row: Any, number: int, path: Path) -> Question:
+    try:
+        return make(row)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        name = (row.get("_id") or row.get("id")) if isinstance(row, dict) else None
+        where = f"question {name}" if name else f"row {number}"
+        raise ValueError(f"{path}: {where} lacks something or has another form ({error!r}).") from error
+
+
+# --- SQuAD -----------------------------------------------------------------------------------------------------------
+
+
+def _squad(articles: list[Any], path: Path) -> Iterator[Question]:
+    for article in articles:
+        for paragraph in article["paragraphs"] if isinstance(article, dict) else []:
+            for number, row in enumerate(paragraph["qas"]):
+                yield _checked(lambda row: _squad_question(paragraph["context"], row), row, number, path)  # noqa: B023
+
+
+def _squad_question(document: str, row: Any) -> Question:
+    name, told = str(row["id"]), row.get("answers") or []
+    if row.get("is_impossible"):
+        told = []
+    answers = []
+    for one in told:
+        start = int(one["answer_start"])
+        if not 0 <= start < max(len(document), 1):
+            raise ValueError(
+                f"question {name}: an answer begins at character {start} of a document that has {len(document)}."
+            )
+        answers.append(Answer(one["text"].strip(), _nearest(document, one["text"].strip(), start)))
+    kind = "span" if answers else "none"
+    return Question(name, row["question"].strip(), document, tuple(answers), kind, "squad")
+
+
+def _nearest(document: str, text: str, start: int) -> int | None:
+    """Where a text stands nearest to a character: files have offsets that are wrong by a few."""
+    places = (document.find(text, start), document.rfind(text, 0, start + len(text)))
+    found = [place for place in places if text and place >= 0]
+    return min(found, key=lambda place: abs(place - start), default=None)
+
+
+def _squad_row(row: Any) -> Question:
+    texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
+    told = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+    return _squad_question(row["context"], {**row, "answers": told})
+
+
+# --- HotpotQA --------------------------------------------------------------------------------------------------------
+
+
+def _hotpot(row: Any) -> Question:
+    facts = {(title, int(sentence)) for title, sentence in row.get("supporting_facts") or []}
+    return _hotpot_question(row["_id"], row, [(title, sentences) for title, sentences in row["context"]], facts)
+
+
+def _hotpot_row(row: Any) -> Question:
+    context, facts = row["context"], row.get("supporting_facts") or {"title": [], "sent_id": []}
+    paragraphs = list(zip(context["title"], context["sentences"], strict=True))
+    return _hotpot_question(row["id"], row, paragraphs, set(zip(facts["title"], facts["sent_id"], strict=True)))
+
+
+def _hotpot_question(name: str, row: Any, paragraphs: list[tuple[str, Any]], facts: set[tuple[str, int]]) -> Question:
+    """Paragraphs one below the other, each under its title. An answer is looked for in the sentences that support it,
+    then in their paragraphs, then anywhere."""
+    document, near, around = "", [], []
+    for title, sentences in paragraphs:
+        begin = len(document)
+        document += f"{title}\n"
+        for number, sentence in enumerate([sentences] if isinstance(sentences, str) else sentences):
+            if (title, number) in facts:
+                near.append((len(document), len(document) + len(sentence)))
+            document += sentence
+        if any(title == supported for supported, _ in facts):
+            around.append((begin, len(document)))
+        document += "\n\n"
+    document = document.rstrip("\n")
+    text = row["answer"].strip()
+    if text.lower() in ("yes", "no"):
+        return Question(name, row["question"].strip(), document, (Answer(text),), text.lower(), "hotpotqa")
+    starts = (_word(document, text, *stretch) for stretch in (*near, *around, (0, len(document))))
+    start = next((start for start in starts if start is not None), None)
+    return Question(name, row["question"].strip(), document, (Answer(text, start),), "span", "hotpotqa")
+
+
+def _word(document: str, text: str, start: int, stop: int) -> int | None:
+    """Where a text stands between two characters, as words of its own if it does so anywhere."""
+    found, at = None, document.find(text, start, stop) if text else -1
+    while at >= 0:
+        around = document[max(at - 1, 0) : at], document[at + len(text) : at + len(text) + 1]
+        if not any(character.isalnum() for character in around):
+            return at
+        found = at if found is None else found
+        at = document.find(text, at + 1, stop)
+    return found
+
+
+_ROWS: tuple[tuple[Callable[[Any], Question], tuple[str, ...]], ...] = (
+    (_hotpot, ("_id", "question", "answer", "context")),
+    (_hotpot_row, ("id", "question", "answer", "context")),
+    (_squad_row, ("id", "question", "answers", "context")),
+)

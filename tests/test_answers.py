@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions from files, answers found in texts, scores by hand, and the way from a question to an answer."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import prose
+import pytest
+import tiny
+import torch
+from transformers import BertConfig, BertModel
+
+import carryforward as cf
+from carryforward.answer_scores import normalised, score
+from carryforward.answering import best
+from carryforward.data.joining import join_passages
+from carryforward.data.questions import Answer, Question, read_questions
+
+CORPORA = Path(__file__).resolve().parents[2] / "shared" / "corpora"
+
+
+def write(path, content):
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def squad(*qas, context="The cat sat. A catalogue lay there."):
+    return {"data": [{"title": "t", "paragraphs": [{"context": context, "qas": list(qas)}]}]}
+
+
+def test_squad(tmp_path):
+    told = {"question": " Who sat? ", "id": "1", "answers": [{"text": "cat", "answer_start": 4}]}
+    shifted = {"question": "What lay?", "id": "2", "answers": [{"text": " catalogue ", "answer_start": 13}]}
+    none = {"question": "Why?", "id": "3", "answers": [], "is_impossible": True}
+    away = {"question": "Where?", "id": "4", "answers": [{"text": "elsewhere", "answer_start": 2}]}
+    found = read_questions(write(tmp_path / "a.json", squad(told, shifted, none, away)))
+    assert [(q.id, q.kind, q.place, q.aligned) for q in found] == [
+        ("1", "span", (4, 7), True),
+        ("2", "span", (15, 24), True),
+        ("3", "none", None, True),
+        ("4", "span", None, False),
+    ]
+    assert found[0].question == "Who sat?"
+    assert found[1].document[slice(*found[1].place)] == "catalogue"
+    assert found[3].answers == (Answer("elsewhere"),), "not lost: it can still be scored"
+    rows = [{"id": "1", "context": "The cat", "question": "Who?", "answers": {"text": ["cat"], "answer_start": [4]}}]
+    assert read_questions(write(tmp_path / "rows.json", rows))[0].place == (4, 7)
+
+
+HOTPOT = {
+    "_id": "h", "question": "Who was born in Rome?", "answer": "Ann", "type": "bridge", "level": "hard",
+    "supporting_facts": [["Second", 1]],
+    "context": [["First", ["Ann is a name.", " Anna too."]], ["Second", ["Annals of Rome.", " There Ann was born."]]],
+}  # fmt: skip
+
+
+def test_hotpotqa_prefers_the_sentences_that_support(tmp_path):
+    official = read_questions(write(tmp_path / "a.json", [HOTPOT]))[0]
+    assert official.document == "First\nAnn is a name. Anna too.\n\nSecond\nAnnals of Rome. There Ann was born."
+    assert official.place == (official.document.index("There Ann") + 6, official.document.index("There Ann") + 9)
+    hub = {**{key: HOTPOT[key] for key in ("question", "answer", "type", "level")}, "id": "h",
+           "supporting_facts": {"title": ["Second"], "sent_id": [1]},
+           "context": {"title": ["First", "Second"], "sentences": [s for _, s in HOTPOT["context"]]}}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(hub) for _ in range(2)))
+    assert read_questions(tmp_path / "rows.jsonl") == [official, official]
+    without = {**HOTPOT, "supporting_facts": [], "context": [["First", "Anna met Ann."]]}  # no sentences either
+    assert read_questions(write(tmp_path / "b.json", [without]))[0].place == (15, 18), "as a word of its own"
+    yes = read_questions(write(tmp_path / "c.json", [{**HOTPOT, "answer": "yes"}]))[0]
+    assert (yes.kind, yes.place, yes.aligned) == ("yes", None, True)
+
+
+@pytest.mark.parametrize(("suffix", "opened"), [(".gz", gzip.open), (".xz", lzma.open)])
+def test_compressed_files(tmp_path, suffix, opened):
+    with opened(tmp_path / f"a.json{suffix}", "wt") as file:
+        json.dump([HOTPOT], file)
+    assert len(read_questions(tmp_path / f"a.json{suffix}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "neither HotpotQA's nor SQuAD's"),
+        ('{"questions": []}', "neither HotpotQA's nor SQuAD's"),
+        ("{", "is no JSON"),
+        (json.dumps([{**HOTPOT, "context": 3}]), "question h lacks something"),
+        (json.dumps(squad({"id": "9", "answers": []})), "question 9 lacks something"),
+        (json.dumps(squad({"id": "9", "question": "?", "answers": [{"text": "a", "answer_start": 999}]})),
+         "question 9: an answer begins at character 999 of a document that has 35"),
+    ],
+)  # fmt: skip
+def test_files_of_another_form(tmp_path, content, message):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_questions(tmp_path / "a.json")
+
+
+@pytest.mark.skipif(not CORPORA.exists(), reason="needs the corpora beside the repository")
+@pytest.mark.parametrize(
+    ("file", "count", "unanswered"),
+    [("qa/covid_qa.json.xz", 1380, 0), ("hotpotqa/hotpot_dev_distractor_sample.json.xz", 600, 0)],
+)
+def test_real_files(file, count, unanswered):
+    found = read_questions(CORPORA / file)
+    assert (len(found), sum(not question.aligned for question in found)) == (count, unanswered)
+    assert all(q.document[slice(*q.place)] in {answer.text for answer in q.answers} for q in found if q.place)
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+
+
+def test_passages_are_joined_around_the_answer():
+    texts = [f"Passage {n} has the word w{n}x and some more words to be long." for n in range(20)]
+    questions = [
+        Question(f"q{n}", "Which word?", text, (Answer(f"w{n}x", text.index(f"w{n}x")),), "span", "squad")
+        for n, text in enumerate(texts)
+    ]
+    joined = join_passages(questions, 60, seed=3)
+    for before, after in zip(questions, joined, strict=True):
+        assert after.document[slice(*after.place)] == before.answers[0].text
+        assert 60 <= len(after.document.split()) < 60 + 12
+        assert len(set(after.document.split("\n\n"))) == len(after.document.split("\n\n"))
+    assert len({question.place for question in joined}) > 5, "not always in the same place"
+    assert join_passages(questions, 60, seed=3) == joined
+    assert join_passages(questions, 60, seed=4) != joined
+    same = [*questions[:3], Question("other", "?", "Another w1x here.", (Answer("w1x", 8),), "span", "squad")]
+    assert "Another w1x" not in join_passages(same, 500)[1].document, "which would be a second answer"
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("The Cat's  hat", "cats hat"), ("An apple, a day.", "apple day"), ("theatre", "theatre"), ("...", "")],
+)
+def test_normalisation(text, expected):
+    assert normalised(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "squad", "hotpotqa"),
+    [
+        ("The cat.", ["cat"], (1, 1), (1, 1)),
+        ("black cat", ["the cat sat"], (0, 0.5), (0, 0.5)),  # one word of two shared, one of two
+        ("cat", ["dog", "big cat"], (0, 2 / 3), (0, 2 / 3)),
+        ("a b b", ["b b c"], (0, 2 * 2 / 5), (0, 2 * 2 / 5)),  # words count as often as they occur; "a" does not
+        ("yes", ["yes"], (1, 1), (1, 1)),
+        ("yes it is", ["yes"], (0, 2 / 4), (0, 0)),  # HotpotQA: all or nothing
+        ("no", ["no way"], (0, 2 / 3), (0, 0)),
+        ("", [], (1, 1), (1, 0)),
+        ("cat", [], (0, 0), (0, 0)),
+        ("", ["cat"], (0, 0), (0, 0)),
+    ],
+)
+def test_scores_by_hand(answer, accepted, squad, hotpotqa):
+    assert score(answer, accepted, "squad") == pytest.approx(squad)
+    assert score(answer, accepted, "hotpotqa") == pytest.approx(hotpotqa)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_spans_of_all():
+    torch.manual_seed(0)
+    starts, ends, kinds = torch.randn(12), torch.randn(12), torch.tensor([2.0, 0.0, -1.0, 5.0])
+    document = "".join(f"{n:x} " for n in range(12))
+    offsets = [(2 * n, 2 * n + 1) for n in range(12)]
+    p = [starts.softmax(-1), ends.softmax(-1), kinds[:3].softmax(-1)]
+    every = sorted(((float(p[2][0] * p[0][i] * p[1][j]), i, j) for i in range(12) for j in range(i, min(i + 3, 12))),
+                   reverse=True)  # fmt: skip
+    found = best((starts, ends, kinds), document, offsets, top_k=6, max_answer_tokens=3)
+    spans = [one for one in found if one.kind == "span"]
+    assert [(one.start, one.end) for one in spans] == [(2 * i, 2 * j + 1) for _, i, j in every[: len(spans)]]
+    assert [one.probability for one in spans] == pytest.approx([value for value, _, _ in every[: len(spans)]])
+    assert all(document[one.start : one.end] == one.text for one in spans)
+    assert {one.kind for one in found} == {"span", "yes", "no"}
+    assert best((starts, ends, kinds), document, offsets, allow_none=True)[0].kind == "none"
+
+
+@pytest.fixture(scope="module")
+def finder():
+    tokenizer = prose.tokenizer()
+    tokenizer.add_special_tokens({"cls_token": "<|cls|>", "sep_token": "<|sep|>"})
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=40,
+    )  # fmt: skip
+    frame = {"prefix": (tokenizer.cls_token_id,), "separator": (tokenizer.sep_token_id,),
+             "suffix": (tokenizer.sep_token_id,)}  # fmt: skip
+    return cf.add_recurrence(BertModel(config), head="question-answering", **frame).eval(), tokenizer
+
+
+def test_an_answer_is_a_stretch_of_the_text(finder, tmp_path):
+    model, tokenizer = finder
+    document = "Émile – the café’s cat – sat.\n\n" + prose.TOPICS[3][:3000] + "   The end \n"
+    found = cf.answer(model, "Who sat?", document, tokenizer, top_k=20)
+    assert len(found) == 20
+    assert all(one.text == document[one.start : one.end].strip() for one in found if one.kind == "span")
+    probabilities = [one.probability for one in found]
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert 0 < sum(probabilities) <= 1
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again = cf.RecurrentForQuestionAnswering.from_pretrained(tmp_path)
+    assert cf.answer(again, "Who sat?", document, top_k=20) == found, "with the tokenizer that was saved beside it"
+
+
+def test_what_has_no_answer(finder):
+    model, tokenizer = finder
+    with pytest.raises(ValueError, match="document is empty"):
+        cf.answer(model, "Who?", "", tokenizer)
+    with pytest.raises(ValueError, match="question is empty"):
+        cf.answer(model, "", "Text.", tokenizer)
+    with pytest.raises(ValueError, match="leaves no room for the document"):
+        cf.answer(model, "Who? " * 30, "Text.", tokenizer)
+    with pytest.raises(ValueError, match="which finds no answers"):
+        cf.answer(tiny.recurrent("bert"), "Who?", "Text.", tokenizer)
