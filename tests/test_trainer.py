@@ -22,7 +22,8 @@ from carryforward import checkpoints
 from carryforward.data.documents import Documents
 from carryforward.data.samples import Lanes, Samples
 from carryforward.evaluation import perplexity
-from carryforward.trainer import NonFiniteLoss, RecurrentTrainer, RecurrentTrainingArguments
+from carryforward.trainer import RecurrentTrainer, RecurrentTrainingArguments
+from carryforward.whole_trainer import NonFiniteLoss
 
 RNG = np.random.default_rng(0)
 LENGTHS = (5, 1, 40, 77, 100, 12, 63, 2)

@@ -11,6 +11,8 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
+from .data.questions import Question
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WHOLE = ("yes", "no", "noanswer")
@@ -25,6 +27,16 @@ def score(answer: str, accepted: Sequence[str], format: str) -> tuple[float, flo
     """Exact match and F1 of an answer, each 0 to 1; `accepted` is empty if there is no answer to be found."""
     pairs = [_pair(answer, other, format) for other in accepted or [""]]
     return max(exact for exact, _ in pairs), max(shared for _, shared in pairs)
+
+
+def mean_scores(questions: Sequence[Question], answers: Sequence[str]) -> tuple[float, float]:
+    """Exact match and F1 in percent, over all questions."""
+    found = [
+        score(answer, [accepted.text for accepted in question.answers], question.format)
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+    exact, f1 = (100 * sum(part) / max(len(found), 1) for part in zip(*found, strict=True)) if found else (0.0, 0.0)
+    return exact, f1
 
 
 def _pair(answer: str, accepted: str, format: str) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from . import console
 from .interrupting import Interruptible
-from .trainer import RecurrentTrainer
+from .whole_trainer import WholeTrainer
 
 
 class StopGently(Interruptible, TrainerCallback):
@@ -33,33 +33,33 @@ class StopGently(Interruptible, TrainerCallback):
 
 
 class Show(TrainerCallback):
-    """The progress bar: tokens, rate, loss, validation perplexity, time left."""
+    """The progress bar: tokens or questions, rate, loss, validation, time left."""
 
-    def __init__(self, trainer: RecurrentTrainer):
+    def __init__(self, trainer: WholeTrainer):
         self.trainer = trainer
         self.bar: console.Bar | None = None
         self.loss = self.validation = ""  # what the remark says
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            total = self.trainer.tokens_after(state.max_steps)
-            self.bar = console.Bar("training", total, "tokens", done=self.trainer.tokens_after(state.global_step))
+            total, done = (self.trainer.done_after(step) for step in (state.max_steps, state.global_step))
+            self.bar = console.Bar("training", total, self.trainer.unit, done=done)
             self.bar.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
-            self.bar.set(self.trainer.tokens_after(state.global_step), self._remark())
+            self.bar.set(self.trainer.done_after(state.global_step), self._remark())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self.loss = f"loss {logs['loss']:.3f}"
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        self.validation = f"validation word perplexity {metrics['eval_word_perplexity']:,.2f}"
+        self.validation = self.trainer.told(metrics)
         if self.bar is not None:
-            tokens = self.trainer.tokens_after(state.global_step)
-            self.bar.set(tokens, self._remark())
-            console.note(f"step {state.global_step:,}, {tokens:,} tokens: {self._remark()}")
+            done = self.trainer.done_after(state.global_step)
+            self.bar.set(done, self._remark())
+            console.note(f"step {state.global_step:,}, {done:,} {self.trainer.unit}: {self._remark()}")
 
     def _remark(self) -> str:
         return ", ".join(filter(None, (self.loss, self.validation)))

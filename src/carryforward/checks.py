@@ -26,9 +26,11 @@ def overlap(config: RecurrentModelConfig, value: int, prefix: int | None = None)
             f"window, fewer than its {recurrence.slots} slots. Use an overlap closer to {recurrence.overlap}."
         )
     if room - value < recurrence.seen:
+        most = room - recurrence.seen
+        advice = f"Use an overlap of at most {most}" if most >= 0 else "Use a larger window, or keep fewer"
         raise ValueError(
             f"overlap={value}: the next window is only {room - value} tokens ahead, and the model keeps the keys and "
-            f"values of {recurrence.seen}. Use an overlap of at most {room - recurrence.seen}."
+            f"values of {recurrence.seen}. {advice}."
         )
 
 

@@ -5,20 +5,19 @@ torch is imported inside the verbs, so that `--help` answers at once. Exit codes
 130 interrupted.
 """
 
-import contextlib
 import dataclasses
-import errno
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .cli_questions import qa
 from .data.corpora import PYTHON_DOCS
-from .options import options, read_config, spread
+from .options import options, spread
+from .plainly import Config, Device, Json, told_plainly
 from .settings import BUNDLED, TrainSettings
 
 app = typer.Typer(
@@ -28,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(qa)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -36,56 +36,16 @@ def main(arguments: list[str] | None = None) -> None:
     app(args=spread(given), prog_name="carryforward")
 
 
-@contextlib.contextmanager
-def _told_plainly() -> Iterator[None]:
-    """What goes wrong is said in a sentence; CARRYFORWARD_DEBUG=1 shows where it happened."""
-    from .console import note, quiet_libraries
-
-    try:
-        with quiet_libraries():
-            yield
-    except BrokenPipeError:  # whoever read the results has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt as end:
-        note(str(end) or "interrupted")
-        raise typer.Exit(130) from None
-    except Exception as error:
-        told = _told(error)
-        if told is None or os.environ.get("CARRYFORWARD_DEBUG"):
-            raise
-        note(f"error: {told}")
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
-
-
 def _show(piece: str) -> None:
     """Text as it is written."""
     typer.echo(piece, nl=False)
     sys.stdout.flush()
 
 
-def _told(error: Exception) -> str | None:
-    """What went wrong, where it is not the program's own fault."""
-    text = str(error)
-    # neither safetensors nor torch.save raise OSError when they cannot write
-    unwritten = "No space left" in text or ("inline_container" in text and "Reader" not in text)
-    if getattr(error, "errno", None) == errno.ENOSPC or unwritten:
-        return f"The disk is full ({text}). Free some space and give the same command again: what was saved is whole."
-    if type(error).__name__ == "OutOfMemoryError":
-        return f"{text.partition('. ')[0]}. Use a smaller --batch-size, or --bf16."
-    return text if isinstance(error, ValueError | OSError | ArithmeticError | ImportError) else None
-
-
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", callback=read_config, is_eager=True, help="YAML file with settings; flags win."),
-]
 Data = Annotated[
     str, typer.Option(help="wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl, a Hub name, or python-docs.")
 ]
 TextField = Annotated[str, typer.Option(help="The field that holds the text, in JSON lines and Hub data.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best there is by default.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 @app.command()
@@ -96,7 +56,7 @@ def demo(
     short: Annotated[bool, typer.Option("--short", help="A few steps only, to see that everything runs.")] = False,
 ) -> None:
     """See it work: fine-tune the bundled model with and without recurrence, compare the two, and let one write."""
-    with _told_plainly():
+    with told_plainly():
         from .demo import demo as run
 
         run(out, text or (), seed=seed, short=short, show=_show)
@@ -113,7 +73,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Fine-tune a model with recurrence, or without it in the same loop."""
-    with _told_plainly():
+    with told_plainly():
         import torch
 
         from . import training
@@ -143,7 +103,7 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Let a model read on over window borders, without training: texts of any length."""
-    with _told_plainly():
+    with told_plainly():
         from .extending import extend
 
         made = extend(model, out, data=data, window=window, kept=kept, sinks=sinks)
@@ -173,7 +133,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Perplexity against overlap and FLOPs, with the state removed as a control."""
-    with _told_plainly():
+    with told_plainly():
         from . import report
         from .evaluating import evaluate as evaluate_one
 
@@ -208,7 +168,7 @@ def horizon(
     as_json: Json = False,
 ) -> None:
     """How far back a state helps, where in a window, and how deep in a document."""
-    with _told_plainly():
+    with told_plainly():
         from . import horizon as job
         from .files import write_whole
 
@@ -250,7 +210,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Write on from a prompt, without a length limit. The text goes to stdout as it is written."""
-    with _told_plainly():
+    with told_plainly():
         from . import writing
 
         if model == "-" and source is None:  # `carryforward generate -`
@@ -289,7 +249,7 @@ def embed(
     as_json: Json = False,
 ) -> None:
     """Vectors of whole documents, of their tokens or of their windows."""
-    with _told_plainly():
+    with told_plainly():
         from .embedding_files import embed as embed_file
 
         done = embed_file(
@@ -310,7 +270,7 @@ def flops(
     as_json: Json = False,
 ) -> None:
     """FLOPs per token: the paper's count, what recurrence adds, and the vocabulary projection."""
-    with _told_plainly():
+    with told_plainly():
         from .configuration import RecurrenceConfig, RecurrentModelConfig
         from .flops import flops_per_token
         from .loading import load_config
@@ -333,7 +293,7 @@ def report(
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for table, CSV and figure.")] = None,
 ) -> None:
     """Results of `evaluate` as one table, CSV and figure."""
-    with _told_plainly():
+    with told_plainly():
         from . import report as reports
 
         loaded = reports.load(results)
@@ -357,7 +317,7 @@ def reproduce(
     device: Device = None,
 ) -> None:
     """The paper's tables, figures and claims: run what is missing, and write the pages anew."""
-    with _told_plainly():
+    with told_plainly():
         from .reproduction import publishing, recipes, running
 
         if device not in (None, "cpu"):

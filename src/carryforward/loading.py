@@ -9,9 +9,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from . import checkpoints, heads
+from . import checkpoints, heads, question_answering
 from .adding import add_recurrence
 from .configuration import RecurrentModelConfig
 from .insertion import architecture_of
@@ -19,6 +27,7 @@ from .modeling import RecurrentPreTrainedModel
 from .settings import BUNDLED
 
 _BUNDLED_FOLDER = Path(__file__).parent / "bundled"
+_FINDER = question_answering.RecurrentForQuestionAnswering.__name__
 RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
 
 
@@ -51,7 +60,7 @@ def load_bundled() -> tuple[PreTrainedModel, Any]:
 def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """Load a causal language model, plain or recurrent, and its tokenizer."""
     run = _run_of(name)
-    model = _load(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
+    model = load_model(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
     if Path(name).suffix == ".gguf":
         _make_plain(model)
     if run is not None and not run["settings"].get("recurrence", True) and isinstance(model, RecurrentPreTrainedModel):
@@ -65,13 +74,40 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
     if isinstance(config, RecurrentModelConfig):
         if window not in (None, config.recurrence.window):
             raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
-        model = _load(getattr(heads, config.architectures[0]).from_pretrained, name)  # type: ignore[index]
+        home = question_answering if config.architectures == [_FINDER] else heads
+        model = load_model(getattr(home, config.architectures[0]).from_pretrained, name)  # type: ignore[index]
         loaded = Loaded(name, model, tokenizer, _run_of(name))
     else:
         positions = architecture_of(config).positions(config)
-        plain = _load(AutoModel.from_pretrained, name)
+        plain = load_model(AutoModel.from_pretrained, name)
         model = add_recurrence(plain, tokenizer=tokenizer, window=window or min(positions, 512))
         loaded = Loaded(name, model, tokenizer, untrained=True)
+    loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
+    return loaded
+
+
+def load_finder(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
+    """Load a model that finds answers: a recurrent one, or a plain question-answering one, read in windows."""
+    config, tokenizer = load_config(name), load_tokenizer(name)
+    if isinstance(config, RecurrentModelConfig):
+        if config.architectures != [_FINDER]:
+            raise ValueError(
+                f"{name} is a {config.architectures}, which finds no answers. Use `carryforward qa train`."
+            )
+        if window not in (None, config.recurrence.window):
+            raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
+        run = _run_of(name)
+        alone = run is not None and not run["settings"].get("recurrence", True)  # trained without its state
+        model = load_model(AutoModelForQuestionAnswering.from_pretrained, name)
+        loaded = Loaded(name, model, tokenizer, run, untrained=alone)
+    else:
+        if architecture_of(config).answer is None:
+            raise ValueError(f"{name} is causal ({config.model_type}): answers are found by encoders.")
+        if not any("ForQuestionAnswering" in one for one in config.architectures or []):
+            raise ValueError(f"{name} has no question-answering head: train one with `carryforward qa train`.")
+        fields: dict[str, Any] = {} if window is None else {"window": window}
+        plain = load_model(AutoModelForQuestionAnswering.from_pretrained, name)
+        loaded = Loaded(name, add_recurrence(plain, tokenizer=tokenizer, **fields), tokenizer, untrained=True)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
 
@@ -89,15 +125,16 @@ def usable_device(name: str | None) -> str:
 
 def load_tokenizer(name: str) -> Any:
     """Load a model's tokenizer."""
-    return _load(AutoTokenizer.from_pretrained, name)
+    return load_model(AutoTokenizer.from_pretrained, name)
 
 
 def load_config(name: str) -> PreTrainedConfig:
     """Load a model's config alone."""
-    return _load(AutoConfig.from_pretrained, name)
+    return load_model(AutoConfig.from_pretrained, name)
 
 
-def _load(load: Callable, name: str, **options: Any) -> Any:
+def load_model(load: Callable, name: str, **options: Any) -> Any:
+    """What a class's `from_pretrained` makes of a name; what goes wrong is said in a sentence."""
     where, more = _find(name)
     try:
         return load(where, **options, **more)

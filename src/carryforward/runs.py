@@ -12,13 +12,13 @@ from typing import Any
 
 from .files import write_whole
 from .loading import RUN_FILE
-from .settings import TrainSettings
+from .settings import RecurrentSettings
 
 
 class Run:
     """A run's folder. Only the first process writes."""
 
-    def __init__(self, settings: TrainSettings, folder: Path, writes: bool):
+    def __init__(self, settings: RecurrentSettings, folder: Path, writes: bool):
         """Read what the folder says, if it is a run with the same settings; nothing is written yet."""
         self.folder, self.writes = folder, writes
         wanted = settings.as_json()

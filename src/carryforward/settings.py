@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `carryforward train` can be told, once: the command line, a run's record and the job all read this.
+"""What trainings can be told, once: the command line, a run's record and the job all read this.
 
 Nothing heavy is imported here, so that `--help` answers at once.
 """
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from typing import Any
 
 from .data.corpora import PYTHON_DOCS
@@ -32,8 +32,9 @@ def _training(default: Any, help: str) -> Any:
 
 
 @dataclass(frozen=True)
-class TrainSettings:
-    """Everything that decides what `carryforward train` makes. None leaves a choice to the model or the paper."""
+class RecurrentSettings:
+    """What every training can be told: a model, data, and a recurrence. None leaves a choice to the model or the
+    paper."""
 
     model: str = _setting(
         BUNDLED, "A Hub name, a folder, a .gguf file, or bundled, which comes with the package.", None
@@ -41,13 +42,6 @@ class TrainSettings:
     data: str = _setting(
         PYTHON_DOCS, "wikitext-103, pg19, NAME=FOLDER, a folder of .txt, a .jsonl, a Hub name, or python-docs.", None
     )
-
-    validation_data: str | None = _data(None, "Take validation text from elsewhere.")
-    validation: bool = _data(True, "Validate while training, and keep the best.")
-    text_field: str = _data("text", "The field that holds the text, in JSON lines and Hub data.")
-    checksums: str | None = _data(None, "Folder of PG-19's published checksums, to check its books against.")
-    max_document_tokens: int | None = _data(None, "Train on the first so many tokens of each document.")
-    max_validation_tokens: int | None = _data(None, "Validate on the first so many tokens of each document.")
 
     recurrence: bool = _recurrence(True, "--no-recurrence trains the plain model in the same loop.")
     preset: str | None = _recurrence(None, "paper, or kept: keys and values of half a window (paper).")
@@ -65,6 +59,31 @@ class TrainSettings:
     state_per_layer: bool | None = _recurrence(None, "A state of its own for each of several layers.")
     bptt_windows: int | None = _recurrence(None, "Detach the state after every so many windows.")
     keep_windows: str | None = _recurrence(None, "Windows of a sample that keep their activations (auto).")
+
+    def as_json(self) -> dict[str, Any]:
+        """As a run's record has them, which knows no tuples."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def recurrence_fields(self) -> dict[str, Any]:
+        """The fields of `RecurrenceConfig` that were given."""
+        names = ("window", "overlap", "slots", "kept", "sinks", "pooling", "pooled_layers", "hidden_sizes",
+                 "residual", "init_std", "state_per_layer", "bptt_windows")  # fmt: skip
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.keep_windows is not None:
+            given["keep_windows"] = _windows(self.keep_windows)
+        return given if self.insert_at is None else {**given, "insert_at": _layers(self.insert_at)}
+
+
+@dataclass(frozen=True)
+class TrainSettings(RecurrentSettings):
+    """Everything that decides what `carryforward train` makes."""
+
+    validation_data: str | None = _data(None, "Take validation text from elsewhere.")
+    validation: bool = _data(True, "Validate while training, and keep the best.")
+    text_field: str = _data("text", "The field that holds the text, in JSON lines and Hub data.")
+    checksums: str | None = _data(None, "Folder of PG-19's published checksums, to check its books against.")
+    max_document_tokens: int | None = _data(None, "Train on the first so many tokens of each document.")
+    max_validation_tokens: int | None = _data(None, "Validate on the first so many tokens of each document.")
 
     windows_per_sample: int = _training(20, "Windows in a training sample.")
     carry_state: bool = _training(False, "Start a sample with the state of the one before.")
@@ -106,19 +125,6 @@ class TrainSettings:
             raise ValueError("--carry-state carries what --no-recurrence leaves out: choose one.")
         self.recurrence_fields()
 
-    def as_json(self) -> dict[str, Any]:
-        """As a run's record has them, which knows no tuples."""
-        return json.loads(json.dumps(asdict(self)))
-
-    def recurrence_fields(self) -> dict[str, Any]:
-        """The fields of `RecurrenceConfig` that were given."""
-        names = ("window", "overlap", "slots", "kept", "sinks", "pooling", "pooled_layers", "hidden_sizes",
-                 "residual", "init_std", "state_per_layer", "bptt_windows")  # fmt: skip
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.keep_windows is not None:
-            given["keep_windows"] = _windows(self.keep_windows)
-        return given if self.insert_at is None else {**given, "insert_at": _layers(self.insert_at)}
-
 
 _AT_LEAST_ONE = ("max_document_tokens", "max_validation_tokens", "windows_per_sample", "search_tokens", "train_tokens",
                  "eval_tokens", "save_tokens", "batch_size", "accumulate")  # fmt: skip
@@ -142,3 +148,39 @@ def _layers(given: tuple[str, ...]) -> tuple[int, ...] | int | str:
     except ValueError:
         raise ValueError(f"--insert-at {' '.join(given)}: give layer numbers from 1, or all.") from None
     return layers[0] if len(layers) == 1 else layers
+
+
+@dataclass(frozen=True)
+class QuestionSettings(RecurrentSettings):
+    """Everything that decides what `carryforward qa train` makes."""
+
+    model: str = _setting(MISSING, "An encoder: a Hub name or a folder; with a question-answering head, or none.", None)
+    data: str = _setting(
+        MISSING, "Questions: HotpotQA's or SQuAD's JSON, or rows of it; .gz and .xz are read too.", None
+    )
+
+    validation_data: str | None = _data(None, "Questions to validate on; a twentieth of the documents by default.")
+    join_words: int | None = _data(None, "Join passages to documents of about so many words.")
+    max_questions: int | None = _data(None, "Train on the first so many questions.")
+    max_validation_questions: int | None = _data(None, "Validate on the first so many.")
+
+    learning_rate: float = _training(2e-5, "Of the base model and its head.")
+    recurrence_learning_rate: float | None = _training(None, "Of the new parameters; the same by default.")
+    epochs: float = _training(4, "Passes over the questions; validation after each, the best is kept.")
+    patience: int | None = _training(None, "Stop after so many epochs without improvement.")
+    batch_size: int = _training(8, "Questions a step, for each process.")
+    accumulate: int = _training(1, "Batches whose gradients are added up for a step.")
+    max_grad_norm: float = _training(1.0, "Clip gradients to this norm; 0 does not.")
+    bf16: bool = _training(False, "bfloat16 mixed precision.")
+    seed: int = _training(0, "Seed of everything random, joining included.")
+
+    def __post_init__(self) -> None:
+        for name in ("join_words", "max_questions", "max_validation_questions", "patience", "batch_size", "accumulate"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{flag(name)} {value}: it must be at least 1.")
+        for name in ("learning_rate", "recurrence_learning_rate", "epochs"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{flag(name)} {value}: it must be above 0.")
+        self.recurrence_fields()

@@ -3,13 +3,12 @@
 
 `Trainer` keeps doing what it does: accumulation, mixed precision, clipping, logging, several processes. Added are
 samples of whole windows, intervals counted in scored tokens, perplexity of whole documents as validation, a learning
-rate for the new parameters, and checkpoints that are whole or not there, so that a resumed run is exact.
+rate for the new parameters, and checkpoints that are whole or not there (`whole_trainer`), so that a resumed run is
+exact.
 """
 
-import contextlib
 import math
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import TrainOutput
-from transformers.utils import logging
+from transformers import TrainerCallback, TrainingArguments
 
-from . import checkpoints
 from .data.samples import Lanes, Order, Samples, collate
 from .evaluation import Perplexity, perplexity
 from .heads import RecurrentForCausalLM
 from .reading import IGNORE
 from .state import State
-
-logger = logging.get_logger(__name__)
+from .whole_trainer import WholeTrainer
 
 NEVER = 10**12  # steps: intervals are counted in tokens
 
@@ -84,14 +79,11 @@ class RecurrentTrainingArguments(TrainingArguments):
             self.accelerator_config.non_blocking = True  # type: ignore[union-attr]
 
 
-class NonFiniteLoss(ArithmeticError):
-    """The loss is not a number. Raised before the weights are touched."""
-
-
-class RecurrentTrainer(Trainer):
+class RecurrentTrainer(WholeTrainer):
     """A `Trainer` whose data sets are documents: sequences of token ids, usually `Documents`."""
 
     args: RecurrentTrainingArguments
+    unit = "tokens"
 
     def __init__(
         self,
@@ -129,7 +121,6 @@ class RecurrentTrainer(Trainer):
         )  # fmt: skip
         # a first label counts too: a state precedes it, or it is -100
         self._loss_shifts_labels = False
-        self._staging: Path | None = None
 
     # --- samples and tokens ----------------------------------------------------------------------------------------
 
@@ -153,19 +144,10 @@ class RecurrentTrainer(Trainer):
             step += 1
         return step
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is not None:
-            return self.optimizer
-        optimizer = super().create_optimizer(model)
-        rate = self.args.recurrence_learning_rate
-        new = set(self.accelerator.unwrap_model(self.model if model is None else model).recurrence.parameters())
-        if rate is not None:
-            for group in list(optimizer.param_groups):
-                mine = [parameter for parameter in group["params"] if parameter in new]
-                if mine:
-                    group["params"] = [parameter for parameter in group["params"] if parameter not in new]
-                    optimizer.add_param_group({**group, "params": mine, "lr": rate})
-        return optimizer
+    done_after = tokens_after
+
+    def told(self, metrics: dict[str, float]) -> str:
+        return f"validation word perplexity {metrics['eval_word_perplexity']:,.2f}"
 
     def compute_loss(  # type: ignore[override]
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
@@ -195,24 +177,6 @@ class RecurrentTrainer(Trainer):
         super()._load_rng_state(checkpoint)
         state = Path(checkpoint or "") / f"state-{self.args.process_index}.safetensors"
         self.carried = State.load(state, self.args.device) if checkpoint and state.exists() else None
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """`Trainer` asks for the norm before it touches the weights, once a step, the same on all processes."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if not math.isfinite(norm) and not self.args.fp16:  # there, loss scaling passes over such steps
-            raise self._not_finite(f"The gradient's norm became {float(norm)}", self.state.global_step + 1)
-        return norm
-
-    def _not_finite(self, what: str, step: int) -> NonFiniteLoss:
-        tokens = self.tokens_after(self.state.global_step)
-        return NonFiniteLoss(
-            f"{what} at step {step} ({tokens:,} tokens). Use a smaller learning rate, in another output folder."
-        )
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Resumed from its last checkpoint, a run is at its end: `Trainer` would train one step more."""
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
 
     # --- validation ------------------------------------------------------------------------------------------------
 
@@ -255,87 +219,6 @@ class RecurrentTrainer(Trainer):
         sums = torch.tensor([*vars(score).values()], dtype=torch.float64, device=self.args.device)
         total = self.accelerator.reduce(sums, reduction="sum").tolist()
         return Perplexity(total[0], *map(int, total[1:]))
-
-    # --- checkpoints that are whole or not there -------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`; `resume_from_checkpoint=True` goes on from the newest complete checkpoint, if any."""
-        if resume_from_checkpoint is True:
-            found = checkpoints.latest(Path(self._get_output_dir(None)))
-            resume_from_checkpoint = None if found is None else str(found)
-        elif isinstance(resume_from_checkpoint, str) and not checkpoints.is_complete(Path(resume_from_checkpoint)):
-            raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not there or was cut short.")
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        start = super()._init_training_state(*args, **kwargs)
-        self._forget_lost_best()
-        return start
-
-    def _load_best_model(self) -> None:
-        self._forget_lost_best()
-        if self.state.best_model_checkpoint is not None:
-            super()._load_best_model()
-
-    def _forget_lost_best(self) -> None:
-        """The best checkpoint may have been deleted or damaged since; then the search for the best begins anew."""
-        best = self.state.best_model_checkpoint
-        if best is not None and not checkpoints.is_complete(Path(best)):
-            logger.warning("The best checkpoint, %s, is lost or incomplete: what follows is compared anew.", best)
-            self.state.best_model_checkpoint = self.state.best_metric = self.state.best_global_step = None
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Weights tied to others are saved once; anything else that is missing is an error, not a warning."""
-        tied = set(self.accelerator.unwrap_model(self.model).all_tied_weights_keys)
-        wrong = sorted(set(load_result.missing_keys) - tied) + sorted(load_result.unexpected_keys)
-        if wrong:
-            raise ValueError(f"the checkpoint does not fit the model: {', '.join(wrong[:3])}. Use another output_dir.")
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._staging or super()._get_output_dir(trial))
-
-    @contextlib.contextmanager
-    def _staged(self, run: Path) -> Iterator[Path]:
-        """A hidden folder in which `Trainer` writes what it believes to be the run."""
-        self._staging = run / ".saving"
-        try:
-            yield self._staging
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging = None
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        run = Path(super()._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            shutil.rmtree(run / ".saving", ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        best = run / f"checkpoint-{self.state.best_global_step}" if self.state.best_global_step else None
-        if best is not None and best.name != name and not checkpoints.is_complete(best):
-            best = None
-        with self._staged(run) as staging:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()  # every process has written its part
-            self.state.best_model_checkpoint = None if best is None else str(best)
-            if self.args.should_save:
-                self.state.save_to_json(str(staging / name / "trainer_state.json"))
-                checkpoints.seal(staging / name)
-                if (run / name).exists():
-                    checkpoints.discard(run / name)
-                (staging / name).rename(run / name)
-                self._rotate(run, best)
-        self.accelerator.wait_for_everyone()
-
-    def _rotate(self, run: Path, best: Path | None) -> None:
-        """Keep the best checkpoint and the newest ones."""
-        if self.args.save_total_limit:
-            others = [path for path in checkpoints.of_run(run) if path != best]
-            whole = [path for path in others if checkpoints.is_complete(path)]
-            keep = max(self.args.save_total_limit - (best is not None), 1)
-            for path in others:
-                if path not in whole[-keep:]:
-                    checkpoints.discard(path)
 
 
 class _TokenFlow(TrainerCallback):

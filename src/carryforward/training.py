@@ -29,7 +29,8 @@ from .places import measure_places, needs_places
 from .provenance import provenance
 from .runs import Run
 from .settings import TrainSettings
-from .trainer import NonFiniteLoss, RecurrentTrainer, RecurrentTrainingArguments
+from .trainer import RecurrentTrainer, RecurrentTrainingArguments
+from .whole_trainer import NonFiniteLoss
 
 
 class Interrupted(KeyboardInterrupt):

@@ -70,7 +70,7 @@ def read_questions(path: str | Path) -> list[Question]:
     content = _content(path)
     if isinstance(content, dict) and isinstance(content.get("data"), list):
         return list(_squad(content["data"], path))
-    if isinstance(content, list) and content:
+    if isinstance(content, list) and content and isinstance(content[0], dict):
         for make, fields in _ROWS:
             if all(field in content[0] for field in fields):
                 return [_checked(make, row, number, path) for number, row in enumerate(content)]

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job behind `carryforward qa evaluate`: models answer a file's questions, and are scored.
+
+A result is plain JSON, with the scores of every question, so that two models can be compared question by question:
+
+    {"kind": "answers", "commit": "...", ..., "model": {"name": "runs/a", "recurrent": true, "window": 512},
+     "data": {"name": "dev.json", "format": "hotpotqa", "questions": 600, "unaligned": 0, "words": 900},
+     "rows": [{"use_state": true, "exact": 43.2, "f1": 56.1, "seconds": 10.0, "scores": {"id": [0.0, 0.5], ...}}]}
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import console
+from .answer_scores import mean_scores, score
+from .answering import MAX_TOKENS, Found, answer_all
+from .data.joining import join_passages
+from .data.questions import Question, read_questions
+from .files import write_whole
+from .loading import load_finder
+from .provenance import provenance
+
+
+def evaluate_answers(
+    names: Sequence[str],
+    data: Path,
+    *,
+    out: Path | None = None,
+    join_words: int | None = None,
+    max_questions: int | None = None,
+    control: bool = True,
+    window: int | None = None,
+    overlap: int | None = None,
+    max_answer_tokens: int = MAX_TOKENS,
+    allow_none: bool | None = None,
+    batch_size: int = 8,
+    bf16: bool = False,
+    seed: int = 0,
+    device: str | None = None,
+) -> list[dict[str, Any]]:
+    """Score models on the questions of a file; results and predictions are written to `out`.
+
+    Args:
+        join_words: join passages to documents of about so many words first, with this seed.
+        control: score recurrent models without their state as well.
+        allow_none: whether that there is no answer may be the answer; by default if some question has none.
+    """
+    questions = read_questions(data)
+    questions = join_passages(questions, join_words, seed=seed) if join_words else questions
+    questions = questions[:max_questions]
+    if allow_none is None:
+        allow_none = any(question.kind == "none" for question in questions)
+    unaligned = sum(not question.aligned for question in questions)
+    if unaligned:
+        console.note(
+            f"{unaligned} of {len(questions)} answers are not in their documents; they are scored all the same."
+        )
+    results = []
+    for name in names:
+        loaded = load_finder(name, window=window, device=device)
+        model: Any = loaded.model
+        uses = [False] if loaded.untrained else [True, False] if control else [True]
+        rows = []
+        for use_state in uses:
+            begun = time.monotonic()
+            with (
+                console.Bar(f"{name}{'' if use_state else ', without state'}", len(questions), "questions") as bar,
+                torch.autocast(model.device.type, torch.bfloat16, enabled=bf16),
+            ):
+                found = answer_all(
+                    model, questions, loaded.tokenizer, overlap=overlap, use_state=use_state, batch_size=batch_size,
+                    max_answer_tokens=max_answer_tokens, allow_none=allow_none, progress=bar.advance,
+                )  # fmt: skip
+            best = [answers[0] for answers in found]
+            rows.append({"use_state": use_state, **_scored(questions, best), "seconds": time.monotonic() - begun})
+            if out is not None:
+                ending = "" if use_state or loaded.untrained else "-without-state"
+                told = _predictions(questions, best)
+                write_whole(out / f"{_stem(name)}{ending}-predictions.json", json.dumps(told, indent=1) + "\n")
+        results.append(
+            {
+                "kind": "answers",
+                **provenance(str(model.device)),
+                "seed": seed,
+                "settings": {"join_words": join_words, "overlap": overlap, "max_answer_tokens": max_answer_tokens,
+                             "allow_none": allow_none, "bf16": bf16, "batch_size": batch_size},
+                "model": {"name": name, "recurrent": not loaded.untrained, "window": model.config.recurrence.window},
+                "data": {"name": data.name, "format": questions[0].format, "questions": len(questions),
+                         "unaligned": unaligned, "words": round(np.mean([len(q.document.split()) for q in questions]))},
+                "rows": rows,
+            }
+        )  # fmt: skip
+        if out is not None:
+            write_whole(out / f"{_stem(name)}.json", json.dumps(results[-1], indent=1) + "\n")
+    return results
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """A line for each model, the control beside it."""
+    lines = ["| model | window | exact match | F1 | state removed: exact match | F1 |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for one in results:
+        rows = {row["use_state"]: row for row in one["rows"]}
+        shown = [rows.get(True), rows.get(False)] if one["model"]["recurrent"] else [rows[False], None]
+        cells = [f"{row[name]:.2f}" if row else "–" for row in shown for name in ("exact", "f1")]
+        lines.append(f"| {one['model']['name']} | {one['model']['window']} | {' | '.join(cells)} |")
+    about = results[0]["data"]
+    lines += ["", f"{about['name']}: {about['questions']:,} questions, {about['words']:,} words a document."]
+    return "\n".join(lines)
+
+
+def _scored(questions: Sequence[Question], found: Sequence[Found]) -> dict[str, Any]:
+    scores = {
+        question.id: score(answer.text, [accepted.text for accepted in question.answers], question.format)
+        for question, answer in zip(questions, found, strict=True)
+    }
+    exact, f1 = mean_scores(questions, [answer.text for answer in found])
+    return {"exact": exact, "f1": f1, "scores": {name: list(pair) for name, pair in scores.items()}}
+
+
+def _predictions(questions: Sequence[Question], found: Sequence[Found]) -> dict[str, Any]:
+    """As the official scripts read them."""
+    texts = {question.id: answer.text for question, answer in zip(questions, found, strict=True)}
+    if questions[0].format == "hotpotqa":
+        return {"answer": texts, "sp": {name: [] for name in texts}}
+    return texts
+
+
+def _stem(name: str) -> str:
+    return Path(name).as_posix().strip("/").replace("/", "-")

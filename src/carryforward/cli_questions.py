@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of question answering: `carryforward qa ...`."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import options
+from .plainly import Config, Device, Json, told_plainly
+from .settings import QuestionSettings
+
+qa = typer.Typer(
+    name="qa", help="Find answers in documents longer than the model.", no_args_is_help=True, add_completion=False
+)
+_AROUND = 80  # characters shown beside an answer
+Overlap = Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")]
+Window = Annotated[int | None, typer.Option(help="For plain models; up to 512 tokens by default.")]
+Longest = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
+
+
+@qa.command()
+@options(QuestionSettings)
+def train(
+    settings: QuestionSettings,
+    out: Annotated[Path, typer.Option(help="Folder of the run. The same command again goes on where it stopped.")],
+    config: Config = None,
+    report_to: Annotated[str, typer.Option(help="tensorboard, wandb, ... as Trainer's report_to.")] = "none",
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train an encoder to find answers, with a state or (--no-recurrence) every window alone."""
+    with told_plainly():
+        from .question_training import train_answers
+
+        record = train_answers(settings, out, report_to=report_to, use_cpu=device == "cpu")
+        if int(os.environ.get("RANK", "0")) == 0:
+            best = record.get("best_f1")
+            told = f"{out}: {record['questions']:,} questions" + ("" if best is None else f", validation F1 {best:.2f}")
+            typer.echo(json.dumps(record) if as_json else told)
+
+
+@qa.command()
+def answer(
+    model: Annotated[str, typer.Argument(help="A run, a folder or a Hub name: an encoder that answers questions.")],
+    question: Annotated[str, typer.Option(help="What is asked.")],
+    document: Annotated[str, typer.Option(help="A text file, or - for standard input.")],
+    top_k: Annotated[int, typer.Option(help="How many answers.")] = 1,
+    max_answer_tokens: Longest = 30,
+    allow_none: Annotated[bool, typer.Option("--allow-none", help="There may be no answer.")] = False,
+    window: Window = None,
+    overlap: Overlap = None,
+    state: Annotated[bool, typer.Option(help="--no-state removes the state: every window stands alone.")] = True,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Answer a question from a document of any length: where it stands there, and how sure the model is."""
+    with told_plainly():
+        from .answering import answer as find
+        from .loading import load_finder
+
+        text = sys.stdin.read() if document == "-" else Path(document).read_text(encoding="utf-8")
+        loaded = load_finder(model, window=window, device=device)
+        finder: Any = loaded.model
+        found = find(
+            finder, question, text, loaded.tokenizer, top_k=top_k, max_answer_tokens=max_answer_tokens,
+            allow_none=allow_none, overlap=overlap, use_state=state and not loaded.untrained,
+        )  # fmt: skip
+        if as_json:
+            typer.echo(json.dumps([dataclasses.asdict(one) for one in found]))
+            return
+        for one in found:
+            told = one.text if one.kind != "none" else "(no answer)"
+            place = "" if one.start is None else f", characters {one.start:,} to {one.end:,}"
+            typer.echo(f"{told}  ({one.probability:.1%}{place})")
+            if one.start is not None and one.end is not None:
+                around = text[max(one.start - _AROUND, 0) : one.end + _AROUND]
+                typer.echo(f"    … {' '.join(around.split())} …")
+
+
+@qa.command()
+def evaluate(
+    models: Annotated[list[str], typer.Argument(help="Runs, folders or Hub names.")],
+    data: Annotated[Path, typer.Option(help="HotpotQA's or SQuAD's JSON; .gz and .xz are read too.")],
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for results and predictions.")] = None,
+    join_words: Annotated[
+        int | None, typer.Option(help="First join passages to documents of about so many words.")
+    ] = None,
+    max_questions: Annotated[int | None, typer.Option(help="The first so many questions only.")] = None,
+    control: Annotated[bool, typer.Option(help="Score recurrent models without their state as well.")] = True,
+    max_answer_tokens: Longest = 30,
+    window: Window = None,
+    overlap: Overlap = None,
+    batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 8,
+    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the joining.")] = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Score models on a file of questions: exact match and F1 as the data set counts them."""
+    with told_plainly():
+        from . import answer_reports
+
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        results = answer_reports.evaluate_answers(
+            models, data, out=out, join_words=join_words, max_questions=max_questions, control=control,
+            window=window, overlap=overlap, max_answer_tokens=max_answer_tokens, batch_size=batch_size, bf16=bf16,
+            seed=seed, device=device,
+        )  # fmt: skip
+        typer.echo(json.dumps(results) if as_json else answer_reports.markdown(results))

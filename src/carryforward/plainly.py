@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all commands share: options, and errors told in a sentence."""
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import read_config
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", callback=read_config, is_eager=True, help="YAML file with settings; flags win."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best there is by default.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+@contextlib.contextmanager
+def told_plainly() -> Iterator[None]:
+    """What goes wrong is said in a sentence; CARRYFORWARD_DEBUG=1 shows where it happened."""
+    from .console import note, quiet_libraries
+
+    try:
+        with quiet_libraries():
+            yield
+    except BrokenPipeError:  # whoever read the results has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt as end:
+        note(str(end) or "interrupted")
+        raise typer.Exit(130) from None
+    except Exception as error:
+        told = _told(error)
+        if told is None or os.environ.get("CARRYFORWARD_DEBUG"):
+            raise
+        note(f"error: {told}")
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+
+
+def _told(error: Exception) -> str | None:
+    """What went wrong, where it is not the program's own fault."""
+    text = str(error)
+    # neither safetensors nor torch.save raise OSError when they cannot write
+    unwritten = "No space left" in text or ("inline_container" in text and "Reader" not in text)
+    if getattr(error, "errno", None) == errno.ENOSPC or unwritten:
+        return f"The disk is full ({text}). Free some space and give the same command again: what was saved is whole."
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"{text.partition('. ')[0]}. Use a smaller --batch-size, or --bf16."
+    return text if isinstance(error, ValueError | OSError | ArithmeticError | ImportError) else None

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training to find answers, on Hugging Face's `Trainer`: questions in, exact match and F1 as validation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from .answer_scores import mean_scores
+from .answering import answer_all, check, tokens
+from .data.questions import Question
+from .question_answering import KINDS, RecurrentForQuestionAnswering
+from .reading import IGNORE
+from .whole_trainer import WholeTrainer
+
+
+@dataclass
+class QuestionTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with what question answering needs; the defaults are the paper's where it says something."""
+
+    recurrence_learning_rate: float | None = field(
+        default=None, metadata={"help": "of the recurrence module; None is the learning rate of the base model"}
+    )
+    use_state: bool = field(default=True, metadata={"help": "False trains the plain model, every window alone"})
+
+    learning_rate: float = 2e-5
+    num_train_epochs: float = 4.0
+    warmup_steps: float = 0.1  # of all
+    logging_steps: float = 10
+    eval_strategy: str = "epoch"
+    save_strategy: str = "epoch"
+    save_total_limit: int | None = 2
+    load_best_model_at_end: bool = True
+    metric_for_best_model: str | None = "f1"
+    greater_is_better: bool | None = True
+    remove_unused_columns: bool = False
+    ddp_find_unused_parameters: bool | None = False  # every trained parameter has a gradient in every step
+
+
+class QuestionTrainer(WholeTrainer):
+    """A `Trainer` whose data sets are questions (`data.questions`). Those whose answer is not in the document cannot be
+    trained on: `lost` says which."""
+
+    unit = "questions"
+
+    def __init__(
+        self,
+        model: RecurrentForQuestionAnswering,
+        args: QuestionTrainingArguments,
+        train_dataset: Sequence[Question],
+        eval_dataset: Sequence[Question] | None = None,
+        *,
+        tokenizer: Any,
+        **kwargs: Any,
+    ):
+        if not isinstance(model, RecurrentForQuestionAnswering):
+            raise ValueError(f"QuestionTrainer trains models that find answers, not {type(model).__name__}: make one "
+                             'with add_recurrence(encoder, tokenizer=..., head="question-answering").')  # fmt: skip
+        self.tokenizer = tokenizer
+        self.lost = [question.id for question in train_dataset if not question.aligned]
+        samples = [self._sample(model, question) for question in train_dataset if question.aligned]
+        if not samples:
+            raise ValueError(f"none of {len(train_dataset)} questions has an answer in its document.")
+        if eval_dataset is None:
+            args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
+        model.recurrence.requires_grad_(args.use_state)
+        super().__init__(
+            model, args, data_collator=_collate, train_dataset=samples, eval_dataset=eval_dataset,  # type: ignore[arg-type]
+            processing_class=tokenizer, **kwargs,
+        )  # fmt: skip
+
+    def _sample(self, model: RecurrentForQuestionAnswering, question: Question) -> dict[str, Any]:
+        asked = tokens(self.tokenizer, question.question)[0]
+        check(model, question, asked)
+        ids, offsets = tokens(self.tokenizer, question.document)
+        start = end = IGNORE
+        if question.place is not None:
+            inside = [
+                i for i, (a, b) in enumerate(offsets) if a < question.place[1] and b > question.place[0] and b > a
+            ]
+            if not inside:
+                raise ValueError(
+                    f"question {question.id}: no token stands for its answer, {question.answers[0].text!r}."
+                )
+            start, end = inside[0], inside[-1]
+        return {"ids": ids, "asked": asked, "start": start, "end": end, "kind": KINDS.index(question.kind)}
+
+    def done_after(self, step: int) -> int:
+        batch = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        steps = -(-len(self.train_dataset) // batch)  # type: ignore[arg-type]
+        epochs, rest = divmod(step, steps)
+        return epochs * len(self.train_dataset) + min(rest * batch, len(self.train_dataset))  # type: ignore[arg-type]
+
+    def told(self, metrics: dict[str, float]) -> str:
+        return f"validation exact match {metrics['eval_exact']:.2f}, F1 {metrics['eval_f1']:.2f}"
+
+    def compute_loss(  # type: ignore[override]
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        out = model(**inputs, use_state=self.args.use_state)
+        return (out.loss, out) if return_outputs else out.loss
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Exact match and F1 of the best answers. With several processes, each answers all questions."""
+        questions: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if questions is None:
+            raise ValueError("evaluate needs questions: give eval_dataset, here or to QuestionTrainer.")
+        with self.accelerator.autocast():
+            found = answer_all(
+                self.accelerator.unwrap_model(self.model), questions, self.tokenizer,
+                use_state=self.args.use_state, batch_size=self.args.per_device_eval_batch_size,
+                allow_none=any(question.kind == "none" for question in questions),
+            )  # fmt: skip
+        exact, f1 = mean_scores(questions, [answers[0].text for answers in found])
+        metrics = {f"{metric_key_prefix}_exact": exact, f"{metric_key_prefix}_f1": f1}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def _collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Documents padded on the right; questions are put in front of every window, and stay as they are."""
+    width = max(len(sample["ids"]) for sample in samples)
+    ids = np.stack([np.pad(sample["ids"], (0, width - len(sample["ids"]))) for sample in samples])
+    lengths = torch.tensor([len(sample["ids"]) for sample in samples])
+    questions = max(len(sample["asked"]) for sample in samples)
+    asked = [[*sample["asked"], *[0] * (questions - len(sample["asked"]))] for sample in samples]
+    return {
+        "input_ids": torch.from_numpy(ids).long(),
+        "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
+        "question_ids": torch.tensor(asked),
+        "question_mask": torch.tensor([[i < len(s["asked"]) for i in range(questions)] for s in samples]).long(),
+        "start_positions": torch.tensor([sample["start"] for sample in samples]),
+        "end_positions": torch.tensor([sample["end"] for sample in samples]),
+        "answer_kinds": torch.tensor([sample["kind"] for sample in samples]),
+    }

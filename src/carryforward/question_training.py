@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job behind `carryforward qa train`: an encoder and a file of questions in, a model that finds answers out."""
+
+import signal
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForQuestionAnswering, EarlyStoppingCallback, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from . import checkpoints, console
+from .adding import add_recurrence
+from .answering import tokens
+from .callbacks import Show, StopGently
+from .configuration import RecurrenceConfig, RecurrentModelConfig
+from .data.joining import join_passages
+from .data.questions import Question, read_questions
+from .loading import load_config, load_finder, load_model, load_tokenizer
+from .places import measure_places, needs_places
+from .provenance import provenance
+from .question_answering import RecurrentForQuestionAnswering
+from .question_trainer import QuestionTrainer, QuestionTrainingArguments
+from .runs import Run
+from .settings import QuestionSettings
+from .training import Interrupted
+
+_HELD_OUT = 20  # one document of so many is for validation
+
+
+def train_answers(
+    settings: QuestionSettings, out: Path, *, report_to: str = "none", use_cpu: bool = False
+) -> dict[str, Any]:
+    """Train, or go on with a run that was stopped. Gives back the run's record, as in its `run.json`."""
+    use_cpu = use_cpu or not torch.accelerator.is_available()
+    arguments = _arguments(settings, out, report_to, use_cpu)
+    run = Run(settings, out, writes=arguments.should_save)
+    if run.finished:
+        console.note(f"{out} is finished already. Use another --out to train again.")
+        return run.record
+    tokenizer = load_tokenizer(settings.model)
+    train, held_out = _questions(settings)
+    set_seed(settings.seed)  # the new parameters' first values
+    model = _model(settings, tokenizer)
+    trainer = QuestionTrainer(model, arguments, train, held_out, tokenizer=tokenizer)
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Show(trainer))
+    if settings.patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(settings.patience))
+    lost = f"; {len(trainer.lost)} whose answer is not in the document are left out" * bool(trainer.lost)
+    console.note(f"training: {len(train):,} questions{lost}; validation: {len(held_out):,}")
+    if settings.recurrence and needs_places(model):
+        measure_places(model, [tokens(tokenizer, question.document)[0] for question in train[:256]])
+    told = {"train": _digest(train), "validation": _digest(held_out)}
+    run.begin({"data": told, "processes": arguments.world_size, "window": model.config.recurrence.window})
+    stop, started = StopGently(), time.monotonic()
+    trainer.add_callback(stop)
+    with stop.listening(signal.SIGINT, signal.SIGTERM):
+        try:
+            trainer.train(resume_from_checkpoint=True)
+        finally:
+            run.record["seconds"] = run.record.get("seconds", 0.0) + time.monotonic() - started
+            run.write()
+            trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    if stop.stopped or stop.requested:
+        step = trainer.state.global_step
+        raise Interrupted(f"stopped at step {step} and saved in {out}. To go on, give the same command again.")
+    if arguments.should_save:
+        with checkpoints.written_beside(out) as beside:
+            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
+    history = [entry for entry in trainer.state.log_history if "eval_f1" in entry]
+    run.finish(
+        {
+            **provenance(str(arguments.device)),
+            "steps": trainer.state.global_step,
+            "questions": len(train),
+            "lost": trainer.lost,
+            "best_step": trainer.state.best_global_step,
+            "best_f1": trainer.state.best_metric,
+            "history": history,
+        }
+    )
+    trainer.accelerator.wait_for_everyone()
+    return run.record
+
+
+def _questions(settings: QuestionSettings) -> tuple[list[Question], list[Question]]:
+    """For training and for validation: no document is in both, and passages are joined on each side alone."""
+    given = read_questions(settings.data)
+    if settings.validation_data is not None:
+        train, held_out = given, read_questions(settings.validation_data)
+    else:
+        held_out = [question for question in given if _is_held_out(question.document)]
+        train = [question for question in given if not _is_held_out(question.document)]
+        if not held_out or not train:
+            raise ValueError(f"{settings.data} has too few documents to validate on some. Give --validation-data.")
+    if settings.join_words is not None:
+        train, held_out = (join_passages(some, settings.join_words, seed=settings.seed) for some in (train, held_out))
+    return train[: settings.max_questions], held_out[: settings.max_validation_questions]
+
+
+def _is_held_out(document: str) -> bool:
+    return blake2b(document.encode(), digest_size=4).digest()[0] % _HELD_OUT == 0
+
+
+def _digest(questions: list[Question]) -> str:
+    return blake2b(repr(questions).encode(), digest_size=16).hexdigest()
+
+
+def _model(settings: QuestionSettings, tokenizer: Any) -> RecurrentForQuestionAnswering:
+    config, fields = load_config(settings.model), settings.recurrence_fields()
+    if isinstance(config, RecurrentModelConfig):
+        loaded: Any = load_finder(settings.model, device="cpu").model
+        own = {name: getattr(loaded.config.recurrence, name) for name in fields}
+        differing = [f"{name}={own[name]}" for name, value in fields.items() if own[name] != value]
+        if differing or settings.preset is not None:
+            told = ", ".join(differing) or "a recurrence"
+            raise ValueError(f"{settings.model} finds answers already, with {told}. Leave these settings out.")
+        return loaded
+    has_head = any("ForQuestionAnswering" in one for one in config.architectures or [])
+    plain = load_model((AutoModelForQuestionAnswering if has_head else AutoModel).from_pretrained, settings.model)
+    chosen = RecurrenceConfig.preset(settings.preset, **fields) if settings.preset is not None else None
+    made = add_recurrence(
+        plain, chosen, tokenizer=tokenizer, head=None if has_head else "question-answering",
+        **(fields if chosen is None else {}),
+    )  # fmt: skip
+    assert isinstance(made, RecurrentForQuestionAnswering)
+    return made
+
+
+def _arguments(settings: QuestionSettings, out: Path, report_to: str, use_cpu: bool) -> QuestionTrainingArguments:
+    return QuestionTrainingArguments(
+        output_dir=str(out),
+        learning_rate=settings.learning_rate,
+        recurrence_learning_rate=settings.recurrence_learning_rate,
+        use_state=settings.recurrence,
+        num_train_epochs=settings.epochs,
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.accumulate,
+        max_grad_norm=settings.max_grad_norm,
+        bf16=settings.bf16,
+        seed=settings.seed,
+        report_to=report_to,
+        use_cpu=use_cpu,
+    )

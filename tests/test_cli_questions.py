@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`carryforward qa`: train, evaluate and answer as people do, with a tiny BERT and questions on Python's own texts."""
+
+import io
+import json
+import shutil
+
+import prose
+import pytest
+import torch
+from test_cli import fail, succeed
+from tokenizers.processors import TemplateProcessing
+from transformers import BertConfig, BertForMaskedLM, BertModel
+
+import carryforward as cf
+from carryforward.question_trainer import QuestionTrainer, QuestionTrainingArguments
+from carryforward.settings import QuestionSettings
+
+TRAIN = ["--window", 40, "--epochs", 2, "--batch-size", 4, "--learning-rate", 1e-3]
+
+
+def questions(count):
+    """Where does a name stand? On the beginnings of topics, several questions each."""
+    paragraphs = []
+    for number in range(count):
+        words = prose.TOPICS[number][:600].split()
+        text = " ".join(words)
+        qas = [
+            {"id": f"{number}-{i}", "question": f"What follows {words[i - 1]}?",
+             "answers": [{"text": words[i], "answer_start": len(" ".join(words[:i])) + 1}]}
+            for i in range(5, min(len(words), 40), 9)
+        ]  # fmt: skip
+        paragraphs.append({"context": text, "qas": qas})
+    return {"version": "1", "data": [{"title": "topics", "paragraphs": paragraphs}]}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with an encoder, its tokenizer, and questions."""
+    folder = tmp_path_factory.mktemp("questions")
+    tokenizer = prose.tokenizer()
+    tokenizer.add_special_tokens({"cls_token": "<|cls|>", "sep_token": "<|sep|>"})
+    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|cls|> $A <|sep|>", pair="<|cls|> $A <|sep|> $B:1 <|sep|>:1",
+        special_tokens=[("<|cls|>", cls), ("<|sep|>", sep)],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    for name, model in (("model", BertModel(config)), ("masked", BertForMaskedLM(config))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "questions.json").write_text(json.dumps(questions(24)))
+    (folder / "few.json").write_text(json.dumps(questions(3)))
+    return folder
+
+
+def command(home, *more):
+    few = ["--data", home / "questions.json", "--validation-data", home / "few.json"]
+    return ["qa", "train", "--model", home / "model", *few, *TRAIN, *more]
+
+
+@pytest.fixture(scope="module")
+def trained(home):
+    for name, more in (("run", []), ("alone", ["--no-recurrence"])):
+        told = succeed(*command(home, *more, "--out", home / name))
+        assert "questions, validation F1" in told.out
+        assert "training: " in told.err
+    return home / "run"
+
+
+def test_training_keeps_a_record(home, trained):
+    record = json.loads((trained / "run.json").read_text())
+    assert record["status"] == "finished"
+    assert record["questions"] == sum(len(p["qas"]) for p in questions(24)["data"][0]["paragraphs"])
+    assert record["lost"] == []
+    assert len(record["history"]) == 2
+    model = cf.RecurrentForQuestionAnswering.from_pretrained(trained)
+    recurrence = model.config.recurrence
+    assert (recurrence.window, recurrence.pooled_layers, recurrence.hidden_sizes) == (40, "last", (16,))
+    assert len(recurrence.prefix) == len(recurrence.separator) == len(recurrence.suffix) == 1
+    assert "finished already" in succeed(*command(home, "--out", trained)).err
+
+
+def test_resumed_is_never_stopped(home, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "again")
+    newest = max((tmp_path / "again").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    shutil.rmtree(newest)
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / "again" / file).unlink()
+    record = json.loads((tmp_path / "again/run.json").read_text())
+    (tmp_path / "again/run.json").write_text(json.dumps({**record, "status": "running"}))
+    succeed(*command(home, "--out", tmp_path / "again"))
+    first, second = (cf.RecurrentForQuestionAnswering.from_pretrained(f) for f in (trained, tmp_path / "again"))
+    for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_evaluation_gives_scores_controls_and_predictions(home, trained, tmp_path):
+    told = succeed("qa", "evaluate", trained, home / "alone", "--data", home / "few.json", "--out", tmp_path / "out")
+    rows = [line for line in told.out.splitlines() if "run" in line or "alone" in line]
+    assert len(rows) == 2
+    assert rows[1].endswith("| – | – |"), "a model trained without a state has no control"
+    result = json.loads(next((tmp_path / "out").glob("*run.json")).read_text())
+    assert {row["use_state"] for row in result["rows"]} == {True, False}
+    ids = [question["id"] for p in questions(3)["data"][0]["paragraphs"] for question in p["qas"]]
+    assert list(result["rows"][0]["scores"]) == ids
+    predictions = json.loads(next((tmp_path / "out").glob("*run-predictions.json")).read_text())
+    assert list(predictions) == ids
+    hotpot = {"_id": "h", "question": "What?", "answer": "yes", "supporting_facts": [], "context": [["T", ["A text."]]]}
+    data, out = tmp_path / "hotpot.json", tmp_path / "hotpot"
+    data.write_text(json.dumps([hotpot]))
+    told = succeed("qa", "evaluate", trained, "--data", data, "--out", out, "--json")
+    assert json.loads(told.out)[0]["data"]["format"] == "hotpotqa"
+    predictions = json.loads(next(out.glob("*run-predictions.json")).read_text())
+    assert predictions == {"answer": {"h": predictions["answer"]["h"]}, "sp": {"h": []}}
+
+
+def test_answers_from_a_file_and_from_standard_input(trained, tmp_path, monkeypatch):
+    text = prose.TOPICS[5][:4000]
+    (tmp_path / "text.txt").write_text(text)
+    ask = ["qa", "answer", trained, "--question", "What follows the?"]
+    told = succeed(*ask, "--document", tmp_path / "text.txt", "--top-k", 3)
+    assert told.out.count("characters") == 3
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    found = json.loads(succeed(*ask, "--document", "-", "--json").out)
+    assert found[0]["text"] == text[found[0]["start"] : found[0]["end"]]
+    assert found[0]["text"] in told.out
+
+
+def test_what_goes_wrong_is_said(home, trained, tmp_path):
+    ask = ["qa", "answer", trained, "--document", home / "few.json", "--question"]
+    assert "left for the document, and needs 1" in fail(*ask, "Why? " * 60, code=2)
+    assert "finds no answers" in fail("qa", "answer", prose_model(tmp_path), *ask[3:], "?", code=2)
+    assert "has no question-answering head" in fail("qa", "answer", home / "masked", *ask[3:], "?", code=2)
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert "document is empty" in fail(*ask[:3], "--document", tmp_path / "empty.txt", "--question", "?", code=2)
+    (tmp_path / "other.json").write_text("[1]")
+    other = command(home, "--out", tmp_path / "own")
+    other[other.index(home / "questions.json")] = tmp_path / "other.json"
+    assert "neither HotpotQA's nor SQuAD's" in fail(*other, code=2)
+    assert "finds answers already" in fail(
+        "qa", "train", "--model", trained, "--data", home / "few.json", "--validation-data", home / "few.json",
+        "--window", 30, "--out", tmp_path / "own", code=2,
+    )  # fmt: skip
+    assert "other settings" in fail(*command(home, "--seed", 3, "--out", trained), code=2)
+    assert not (tmp_path / "own").exists()
+
+
+def prose_model(folder):
+    """A causal recurrent model."""
+    prose.save_model(folder / "plain")
+    succeed("add", folder / "plain", "--out", folder / "causal", "--window", 16)
+    return folder / "causal"
+
+
+def test_a_question_that_cannot_be_asked_is_named(home, tmp_path):
+    long = questions(3)
+    long["data"][0]["paragraphs"][1]["qas"][0]["question"] = "Why? " * 60
+    (tmp_path / "long.json").write_text(json.dumps(long))
+    message = fail(
+        "qa", "train", "--model", home / "model", "--data", tmp_path / "long.json", "--validation-data",
+        home / "few.json", *TRAIN, "--out", tmp_path / "own", code=2,
+    )  # fmt: skip
+    assert "question 1-5 has" in message
+
+
+def test_lost_answers_are_counted(home, tmp_path):
+    some = questions(4)
+    some["data"][0]["paragraphs"][2]["qas"][0]["answers"][0]["text"] = "nowhere at all"
+    (tmp_path / "some.json").write_text(json.dumps(some))
+    told = succeed(
+        "qa", "train", "--model", home / "model", "--data", tmp_path / "some.json", "--validation-data",
+        home / "few.json", "--window", 40, "--epochs", 1, "--out", tmp_path / "own",
+    )  # fmt: skip
+    assert "1 whose answer is not in the document are left out" in told.err
+    assert json.loads((tmp_path / "own/run.json").read_text())["lost"] == ["2-5"]
+
+
+def test_kept_keys_are_measured_before_they_are_trained(home, tmp_path):
+    out = tmp_path / "own"
+    succeed(*command(home, "--preset", "kept", "--window", 50, "--kept", 8, "--out", out))
+    model = cf.RecurrentForQuestionAnswering.from_pretrained(out)
+    assert (model.config.recurrence.kept, model.config.recurrence.sinks) == (8, 4)
+    assert model.recurrence.keeping.places.abs().mean() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"epochs": 0}, "--epochs 0: it must be above 0"), ({"patience": 0}, "--patience 0: it must be at least 1")],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(ValueError, match=message):
+        QuestionSettings("model", "data", **settings)
+
+
+def test_other_models_are_refused(tmp_path):
+    arguments = QuestionTrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match="trains models that find answers, not Linear"):
+        QuestionTrainer(torch.nn.Linear(2, 2), arguments, [], tokenizer=None)
