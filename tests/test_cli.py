@@ -109,7 +109,7 @@ def test_a_preset(home, tmp_path):
     assert " tokens, validation word perplexity " in told.out
     model = heads.RecurrentForCausalLM.from_pretrained(tmp_path / "run")
     recurrence = model.config.recurrence
-    assert (recurrence.slots, recurrence.kept, recurrence.sinks) == (0, WINDOW // 2 - 4, 4)
+    assert (recurrence.slots, recurrence.kept, recurrence.sinks) == (0, 3, 3)
     assert model.recurrence.keeping.places.abs().mean() > 1e-3, "measured before training"
     assert "no preset 'other'. There are: 'paper', 'kept'" in fail(*base, "other", "--out", tmp_path / "own", code=2)
     refused = fail(*base, "kept", "--model", tmp_path / "run", "--out", tmp_path / "own", code=2)

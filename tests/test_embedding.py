@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 import carryforward as cf
-from carryforward import embedding_files, files, insertion
+from carryforward import embedding_files, files, insertion, windows
 from carryforward.cli import main
 from carryforward.data import progress
 from carryforward.embedding import encode
@@ -137,11 +137,11 @@ def state_after(model, ids, overlap):
         last = start + room >= len(ids)
         model.base(torch.tensor([[*prefix, *window, *suffix]]), carry=carry)
         pooled = len(window) - (0 if last else max(overlap - recurrence.overlap, 0))
-        carried = model.recurrence(carry.take_outputs(), len(prefix), len(prefix) + pooled)
+        state = model.recurrence(carry.take_outputs(), windows.Span(len(prefix), len(prefix) + pooled, 0))
         if last:
-            return carried.flatten().numpy()
+            return state.flatten().numpy()
         carry = insertion.Carry()
-        carry.slots = model._slots(carried)
+        carry.slots = model._slots(state.unflatten(1, model.config.state_shape))
 
 
 @pytest.mark.parametrize(("overlap", "slots"), [(2, 1), (2, 3), (0, 1), (4, 1)])

@@ -56,26 +56,35 @@ def test_rotations_that_depend_on_the_length(rope):
         assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kept", [3, 8])
+@pytest.mark.parametrize(("overlap", "kept", "sinks"), [(0, 3, 0), (0, 8, 0), (0, 3, 2), (2, 4, 1)])
 @pytest.mark.parametrize("name", tiny.CAUSAL)
-def test_transformers_own_cache_cut_by_hand(name, kept):
-    model = untrained(name, kept=kept)
-    ids, places = tiny.documents(2, 40), torch.zeros(tiny.LAYERS, 2, 1, 8 + kept, 1)
-    if name in LEARNED:
+def test_transformers_own_cache_cut_by_hand(name, overlap, kept, sinks):
+    model, seen = untrained(name, overlap=overlap, kept=kept, sinks=sinks), kept + sinks
+    ids, places, learned = tiny.documents(2, 8 + 4 * (8 - overlap)), None, name in LEARNED
+    if learned:
         places = torch.nn.init.normal_(model.recurrence.keeping.places, generator=torch.Generator().manual_seed(0))
-    cache, expected = DynamicCache(), []
+    if sinks and not learned:
+        pytest.skip("their keys are turned: two windows that are one text show that it is right")
+    cache, expected, ahead = DynamicCache(), [], 8 - overlap
     for window in range(5):
         # rotations see differences of positions only; learned positions begin behind what is kept
-        begin = min(8 * window, kept) if name in LEARNED else 8 * window
+        begin = min(ahead * window, seen) if learned else ahead * window
+        part = ids[:, ahead * window : ahead * window + 8]
         position = torch.arange(begin, begin + 8)[None]
-        part = ids[:, 8 * window : 8 * window + 8]
         out = model.base(part, past_key_values=cache, position_ids=position, attention_mask=_seen(cache, 8))
-        expected.append(out.logits)
+        expected.append(out.logits[:, overlap if window else 0 :])
         cache = DynamicCache()
         for layer, old in enumerate(out.past_key_values.layers):
-            stood = begin + 8 - kept  # if that was not the window's own, its positions are not looked at
-            move = places[layer, :, :, :kept] - places[layer, :, :, stood : stood + kept] if name in LEARNED else (0, 0)
-            cache.update(old.keys[:, :, -kept:] + move[0], old.values[:, :, -kept:] + move[1], layer)
+            both = []
+            for side, every in enumerate((old.keys, old.values)):
+                own = every[:, :, -8:][:, :, ahead - kept : ahead]
+                if learned:
+                    stood = begin + ahead - kept
+                    move = [places[layer, side, :, at : at + kept] for at in (sinks, stood)]
+                    own = own + move[0] - move[1]
+                first = every[:, :, :sinks]  # of the document: in the first window, and then of what was kept
+                both.append(torch.cat([first, own], dim=2))
+            cache.update(*both, layer)
     assert_close(model(ids).logits, torch.cat(expected, dim=1), rtol=1e-4, atol=1e-4)
 
 
@@ -140,14 +149,22 @@ def test_places_are_means_over_texts(name):
     )
     model.eval()._body(torch.cat([torch.tensor(prefix, dtype=torch.long).expand(6, -1), texts], dim=1))
     hook.remove()
-    weight = {"gpt2": lambda x: x.attn.c_attn.weight.T[16:32], "opt": lambda x: x.self_attn.k_proj.weight,
-              "distilbert": lambda x: x.attention.k_lin.weight}  # fmt: skip
-    bias = {"gpt2": lambda x: x.attn.c_attn.bias[16:32], "opt": lambda x: x.self_attn.k_proj.bias,
-            "distilbert": lambda x: x.attention.k_lin.bias}  # fmt: skip
-    key = (weight[name](first), bias[name](first)) if name in weight else (
-        first.attention.self.key.weight, first.attention.self.key.bias)  # fmt: skip
-    expected = torch.nn.functional.linear(seen[0], *key).mean(0).view(13, 2, 8).transpose(0, 1)
-    assert_close(model.recurrence.keeping.places[0, 0], expected, rtol=1e-4, atol=1e-5)
+
+    def projection(which):
+        """The weight and bias that make the first layer's keys or values."""
+        if name == "gpt2":
+            part = slice(16 * (which + 1), 16 * (which + 2))
+            return first.attn.c_attn.weight.T[part], first.attn.c_attn.bias[part]
+        names = {"opt": "self_attn.{}_proj", "distilbert": "attention.{}_lin"}.get(name, "attention.self.{}")
+        letters = ("k", "v") if name in ("opt", "distilbert") else ("key", "value")
+        module = first.get_submodule(names.format(letters[which]))
+        return module.weight, module.bias
+
+    places = model.recurrence.keeping.places
+    for which in (0, 1):
+        expected = torch.nn.functional.linear(seen[0], *projection(which)).mean(0).view(13, 2, 8).transpose(0, 1)
+        assert_close(places[0, which], expected, rtol=1e-4, atol=1e-5)
+    assert (places[1:].abs().amax((-1, -2)) > 1e-3).all(), "of every layer, keys and values, every head"
 
 
 def test_stretches_are_from_all_over():
@@ -160,6 +177,49 @@ def test_stretches_are_from_all_over():
     with pytest.raises(ValueError, match="documents have 0 tokens"):
         cf.measure_places(untrained("gpt2", kept=4), [])
     cf.measure_places(untrained("llama", kept=4), [])  # which needs none
+
+
+@pytest.mark.parametrize(
+    ("documents", "more", "message"),
+    [
+        (["text"], {}, "documents must be a list of token ids for each text"),
+        ((n for n in []), {}, "documents must be a list of token ids for each text"),
+        ([[99] * 20], {}, "holds the token id 99"),
+        ([[5] * 20], {"rows": 0}, "rows=0 must be at least 1"),
+    ],
+)
+def test_documents_that_are_none(documents, more, message):
+    with pytest.raises(ValueError, match=message):
+        cf.measure_places(untrained("gpt2", kept=4), documents, **more)
+
+
+def test_a_plain_model_has_no_places():
+    with pytest.raises(ValueError, match="model is a GPT2LMHeadModel: add recurrence first"):
+        cf.measure_places(tiny.base("gpt2"), [[5] * 20])
+
+
+def test_what_cannot_be_read_yet_is_said(monkeypatch):
+    told = []
+    monkeypatch.setattr("carryforward.modeling.logger.warning_once", told.append)
+    monkeypatch.setattr("carryforward.places.logger.warning", lambda message, *given: told.append(message % given))
+    model, ids = untrained("gpt2", kept=4), tiny.documents(1, 20)
+    model(ids, use_state=False)
+    untrained("llama", kept=4)(ids)
+    assert not told
+    model(ids)
+    assert "measure_places" in told.pop()
+    cf.measure_places(model, [ids[0].numpy()])
+    assert "Only 1 stretches of 12 tokens" in told.pop()
+    model(ids)
+    assert not told
+
+
+def test_a_short_document_beside_a_longer_one_keeps_its_own():
+    model, ids = tiny.recurrent("gpt2", slots=0, kept=3, sinks=3), tiny.documents(2, 6)
+    mask = torch.tensor([[1] * 6, [1] * 2 + [0] * 4])
+    together = model.advance_state(ids, attention_mask=mask, final=True)
+    alone = model.advance_state(ids[1:, :2], final=True)
+    assert_close(together[[1]].kept, alone.kept)
 
 
 def test_learned_positions_are_limited():
@@ -267,6 +327,14 @@ def test_presets():
     assert cf.RecurrenceConfig.preset("kept", window=64, overlap=48).kept == 12
     other = cf.RecurrenceConfig.preset("kept", window=64, sinks=0, slots=2)
     assert (other.kept, other.sinks, other.slots) == (32, 0, 2)
+    small = cf.RecurrenceConfig.preset("kept", window=4)
+    assert (small.kept, small.sinks) == (1, 1)
+    framed = cf.RecurrenceConfig.preset("kept", window=300, overlap=200, prefix=(1,), suffix=(2,))
+    assert (framed.kept, framed.sinks) == (94, 4)
+    with pytest.raises(ValueError, match="sinks='x' must be an integer"):
+        cf.RecurrenceConfig.preset("kept", sinks="x")
+    with pytest.raises(ValueError, match="slots=0 must be an integer of at least 1 without `kept`"):
+        cf.RecurrenceConfig.preset("kept", kept=0)
     with pytest.raises(ValueError, match="no preset 'best'. There are: 'paper', 'kept'"):
         cf.RecurrenceConfig.preset("best")
     with pytest.raises(ValueError, match="Did you mean 'window'"):
@@ -328,6 +396,10 @@ def test_a_model_that_reads_on(tmp_path, capsys):
     recurrence = cf.RecurrentForCausalLM.from_pretrained(tmp_path / "on").config.recurrence
     assert (recurrence.window, recurrence.slots, recurrence.kept, recurrence.sinks) == (16, 0, 6, 2)
     assert not needs_places(cf.RecurrentForCausalLM.from_pretrained(tmp_path / "on"))
+    with pytest.raises(SystemExit) as end:
+        main(["add", str(tmp_path / "plain"), "--out", str(tmp_path / "much"), "--kept", "12"])
+    assert end.value.code == 0
+    assert "windows of 16 tokens, 12 + 4 positions" in capsys.readouterr().out
     for model, message in (("plain", "exists already"), ("on", "is recurrent already")):
         out = "on" if model == "plain" else "other"
         with pytest.raises(SystemExit) as end:

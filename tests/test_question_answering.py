@@ -106,7 +106,7 @@ def test_only_the_document_is_pooled():
     model = model_of("bert")
     ranges = []
     forward = model.recurrence.forward
-    model.recurrence.forward = lambda hidden, start, stop: ranges.append((start, stop)) or forward(hidden, start, stop)
+    model.recurrence.forward = lambda hidden, span, *rest: ranges.append(span[:2]) or forward(hidden, span, *rest)
     model(tiny.documents(2, 20), question_ids=QUESTIONS[:2])
     assert ranges[:2] == [(6, 13), (5, 13)], "behind prefix, question and separator, before the suffix"
 

@@ -273,17 +273,40 @@ def test_two_ranks_have_equal_and_right_gradients(keep_graph, tmp_path):
     tiny.assert_same_gradients(first, {name: (alone[0][name] + alone[1][name]) / 2 for name in first})
 
 
-def _sharded_gradients(rank: int) -> dict[str, torch.Tensor]:
-    model = tiny.recurrent("llama")
+def _sharded(name: str, *, own_unit: bool = False, **fields):
+    model = tiny.recurrent(name, **fields)
     mesh = init_device_mesh("cpu", (2,))
-    for layer in model.base.model.layers:
+    for layer in model.config.architecture.layer_list(model._body):
         fully_shard(layer, mesh=mesh)
+    if own_unit:
+        fully_shard(model.recurrence, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return model
+
+
+def _sharded_gradients(rank: int) -> dict[str, torch.Tensor]:
+    model = _sharded("llama")
     for length in (6, 37):  # a single window on one rank, then many on both
         ids = IDS[:1, :length] if rank == 0 else IDS[1:]
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def _kept_gradients(rank: int, own_unit: bool) -> dict[str, torch.Tensor]:
+    model = _sharded("gpt2", own_unit=own_unit, kept=3, sinks=1)
+    ids = IDS[rank : rank + 1]
+    model(ids, labels=ids).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("own_unit", [False, True])
+def test_sharded_places_have_the_right_gradients(tmp_path, own_unit):
+    first, second = ranks.run(_kept_gradients, tmp_path, own_unit)
+    tiny.assert_same_gradients(first, second, tolerance=0)
+    model = tiny.recurrent("gpt2", kept=3, sinks=1)
+    alone = [step(model, IDS[row : row + 1])[1] for row in (0, 1)]
+    tiny.assert_same_gradients(first, {name: (alone[0][name] + alone[1][name]) / 2 for name in first})
 
 
 def test_sharded_weights_have_the_right_gradients(tmp_path):

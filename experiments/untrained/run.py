@@ -102,7 +102,7 @@ def excerpt() -> str:
         rows = {row["overlap"]: row for row in found["plain"]["rows"]}
         (own,) = [row for row in found["kept 146 + 4"]["rows"] if row["use_state"]]
         numbers = [f"{rows[overlap]['word_perplexity']:.1f}" for overlap in SHOWN]
-        lines.append(f"| {name} | {' | '.join(numbers)} | **{own['word_perplexity']:.1f}** |")
+        lines.append(f"| {name} | {' | '.join(numbers)} | {own['word_perplexity']:.1f} |")
         cost = [row["flops"]["base"] + row["flops"]["recurrence"] for row in (*(rows[o] for o in SHOWN), own)]
         lines.append(f"| its FLOPs | {' | '.join(f'{one / cost[0]:.2f}' for one in cost)} |")
     return "\n".join(lines) + "\n\nOn 50 [validation books](experiments/untrained/README.md), nothing trained."

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 Pooling = Literal["mean", "max", "attention"]
 PooledLayers = Literal["all", "last", "below"]
 PRESETS = ("paper", "kept")
+SINKS = 4  # of the preset "kept"
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class RecurrenceConfig:
         slots: vectors carried. "mean" and "max" pool as many equal stretches; "attention" has as many keys. With 0,
             which needs `kept`, nothing is pooled.
         kept: newest positions whose keys and values are carried as well: every layer of the next window sees them
-            again, moved to where they stood. Nothing is computed twice, and a model reads on before any training as if
-            the text had not been cut there; one with learned positions once `measure_places` has seen some text, and
-            as long as it has positions for what is kept and the window.
+            again, moved to where they stood. Nothing is computed twice, and a model with rotary positions reads on
+            before any training as if the text had not been cut there. One with learned positions nearly does, once
+            `measure_places` has seen some text, with half a window (a few positions do harm before they are trained);
+            it needs positions for the window and what is kept.
         sinks: first positions of a document whose keys and values are carried with `kept`, to every window: there many
             models park the attention that is of no use. (Of what is read after a piece without state, if there was.)
         hidden_sizes: hidden layers of the feed-forward network.
@@ -136,15 +138,19 @@ class RecurrenceConfig:
         Args:
             name: "paper", the paper's: one vector, pooled from all layers, enters the second. Or "kept", which pools
                 nothing and carries the keys and values of half a window: the newest positions and a document's first
-                four. It is read before any training, and better than the plain model reads with two thirds overlap.
+                four. It is of use before any training, with learned positions after `measure_places`.
         """
         if name not in PRESETS:
             raise ValueError(f"RecurrenceConfig has no preset {name!r}. There are: {', '.join(map(repr, PRESETS))}.")
         if name == "kept":
-            plain = cls(**{name: value for name, value in fields.items() if name in ("window", "overlap")})
-            sinks = fields.get("sinks", 4)
-            kept = min(plain.window // 2, plain.window - plain.overlap) - sinks
-            fields = {"slots": 0, "kept": max(kept, 1), "sinks": sinks, **fields}
+            others = {key: value for key, value in fields.items() if key in ("window", "overlap", "prefix", "suffix")}
+            plain = cls(**others)  # which checks them
+            ahead = plain.window - len(plain.prefix) - len(plain.suffix) - plain.overlap
+            half = min(plain.window // 2, ahead)
+            sinks = fields.get("sinks", min(SINKS, half // 2) if fields.get("kept") != 0 else 0)
+            if not _is_int(sinks) or sinks < 0:
+                raise _wrong("sinks", sinks, "an integer of at least 0")
+            fields = {"slots": 0, "kept": max(half - sinks, 1), "sinks": sinks, **fields}
         return cls(**fields)
 
     @property
@@ -233,7 +239,11 @@ def _is_int(value: Any) -> bool:
 
 def _require(config: RecurrenceConfig, name: str, valid: bool, accepted: str) -> None:
     if not valid:
-        raise ValueError(f"RecurrenceConfig: {name}={getattr(config, name)!r} must be {accepted}.")
+        raise _wrong(name, getattr(config, name), accepted)
+
+
+def _wrong(name: str, value: Any, accepted: str) -> ValueError:
+    return ValueError(f"RecurrenceConfig: {name}={value!r} must be {accepted}.")
 
 
 def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architecture: Architecture) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from . import checkpoints, console
 from .adding import add_recurrence
-from .configuration import RecurrenceConfig
+from .configuration import SINKS, RecurrenceConfig
 from .data.corpora import open_corpus
 from .data.documents import tokenise
 from .insertion import architecture_of
@@ -40,7 +40,9 @@ def extend(
     architecture = architecture_of(loaded.model.config)
     positions, reach = architecture.positions(loaded.model.config), architecture.reach(loaded.model.config)
     if window is None:
-        window = min(AT_ONCE, min(positions, reach or positions) * 2 // 3)
+        usable = min(positions, reach or positions)
+        beside = usable // 3 if kept is None else kept + (SINKS if sinks is None else sinks)
+        window = min(AT_ONCE, max(usable - beside, beside))
     given = {key: value for key, value in (("kept", kept), ("sinks", sinks)) if value is not None}
     recurrence = RecurrenceConfig.preset("kept", window=window, **given)
     model = add_recurrence(loaded.model, recurrence)

@@ -39,6 +39,14 @@ class Keeping(nn.Module):
         # Of no size: where states live, and in what precision, if there are no weights to say it.
         self.register_buffer("like", torch.empty(0), persistent=False)
         self.like: Tensor
+        self._known = False
+
+    @property
+    def known(self) -> bool:
+        """Whether what is kept can be read: places are measured or learned, or none are needed."""
+        if not self._known:
+            self._known = self.places is None or bool(self.places.any())
+        return self._known
 
     def entering(self, kept: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """For each layer, counted from 1, the keys and values it sees, each [B, heads, S, d]."""
@@ -79,7 +87,7 @@ class Keeping(nn.Module):
         if before is not None:
             first = before[..., : self.sinks, :]
         else:
-            first = part(start, start + self.sinks, start)
+            first = part(start, min(start + self.sinks, following), start)
             first = pad(first, (0, 0, 0, self.sinks - first.shape[-2]))
         return torch.cat([first, newest], dim=-2)
 

@@ -150,6 +150,11 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         fresh = self.fresh_state(len(input_ids), overlap)
         state = fresh if state is None else state
         checks.state(state, len(input_ids), fresh.signature)
+        if use_state and self.recurrence.keeping is not None and not self.recurrence.keeping.known:
+            logger.warning_once(
+                "What is kept cannot be read yet: a model with learned positions must see some text first. Call "
+                "carryforward.measure_places(model, documents)."
+            )
         checks.tokens(input_ids, attention_mask, state, final)
         checks.labels(labels, input_ids)
         reading = Reading(
@@ -191,16 +196,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     def _states(self, carry: insertion.Carry, pooled: tuple[Span, ...]) -> tuple[Tensor, ...]:
         """The states that a window passes on, one for each range of positions, [b, m]."""
-        outputs, noted, keeping = carry.take_outputs(), carry.take_noted(), self.recurrence.keeping
-        states = []
-        for start, stop, following in pooled:
-            parts = []
-            if self.config.recurrence.slots:
-                parts.append(self.recurrence(outputs, start, stop).flatten(1))
-            if keeping is not None:
-                parts.append(keeping(noted, carry.before, start, following, self._turn).flatten(1))
-            states.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-        return tuple(states)
+        outputs, noted = carry.take_outputs(), carry.take_noted()
+        return tuple(self.recurrence(outputs, span, noted, carry.before, self._turn) for span in pooled)
 
     def _window(self, work: Work) -> Result:
         """One window's loss and states: all that training runs on a device, and no decision that depends on data."""

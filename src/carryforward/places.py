@@ -12,19 +12,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import logging
 
-from . import doors, insertion
+from . import checks, doors, insertion
 from .data.progress import Progress, bar
 from .modeling import RecurrentPreTrainedModel, evaluating
 
-ROWS = 128  # stretches of text: with four times as many, what is read is read no better
+logger = logging.get_logger(__name__)
+
+ROWS = 128  # stretches of text: with more, what is kept is read no better
+FEW = 16  # with fewer it is read badly
 _AT_ONCE = 8
 
 
 def needs_places(model: RecurrentPreTrainedModel) -> bool:
     """Whether something is kept, positions are learned, and nothing has been measured or learned yet."""
-    keeping = model.recurrence.keeping
-    return keeping is not None and keeping.places is not None and not bool(keeping.places.any())
+    return model.recurrence.keeping is not None and not model.recurrence.keeping.known
 
 
 @torch.no_grad()
@@ -39,31 +42,44 @@ def measure_places(
         rows: how many stretches of them are read.
         progress: called with the rows done and all rows; without it, a bar if there is a terminal.
     """
+    if not isinstance(model, RecurrentPreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}: add recurrence first (add_recurrence(model, kept=...)).")
+    if rows < 1:
+        raise ValueError(f"rows={rows} must be at least 1.")
     keeping = model.recurrence.keeping
     if keeping is None or keeping.places is None:
         return
     doors.open_doors(model._body.config)
     prefix = model.config.recurrence.prefix
     texts = _stretches(documents, keeping.places.shape[-2] - len(prefix), rows)
-    total = torch.zeros_like(keeping.places, dtype=torch.float64)
+    checks.vocabulary(torch.from_numpy(texts), None, model._vocabulary)
+    if len(texts) < min(rows, FEW):
+        logger.warning(
+            "Only %d stretches of %d tokens to measure positions on: what is kept will be read badly. Give %d.",
+            len(texts), texts.shape[1], ROWS,
+        )  # fmt: skip
+    total = torch.zeros(keeping.places.shape, dtype=torch.float64)  # here: not every device has such numbers
     with evaluating(model), bar(progress, "measuring positions", after=2) as report:
         for begin in range(0, len(texts), _AT_ONCE):
-            part = torch.from_numpy(texts[begin : begin + _AT_ONCE].astype(np.int64)).to(model.device)
+            part = torch.from_numpy(texts[begin : begin + _AT_ONCE]).to(model.device)
             front = torch.tensor(prefix, dtype=torch.long, device=part.device).expand(len(part), -1)
             carry = insertion.Carry()
             carry.noting = True
             model._body(input_ids=torch.cat([front, part], dim=1), carry=carry, return_dict=True)
             for layer, pair in enumerate(carry.take_noted()):
                 for i, found in enumerate(pair):
-                    total[layer, i] += found.sum(0, dtype=torch.float64).to(total.device)
+                    total[layer, i] += found.sum(0, dtype=torch.float32).cpu()
             report(begin + len(part), len(texts))
     keeping.places.copy_(total / len(texts))
 
 
 def _stretches(documents: Sequence[Any], length: int, rows: int) -> np.ndarray:
     """Rows of `length` tokens, from the middle of documents all over the corpus, joined where they are short."""
-    count = min(len(documents), rows)
-    chosen = [np.asarray(documents[i * len(documents) // count]) for i in range(count)]
+    try:
+        count = min(len(documents), rows)
+        chosen = [np.asarray(documents[i * len(documents) // count], dtype=np.int64) for i in range(count)]
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError("documents must be a list of token ids for each text, as `tokenise` gives.") from error
     share = -(-rows * length // max(count, 1))
     middles = [text[max((len(text) - share) // 2, 0) :][:share] for text in chosen]
     joined = np.concatenate([np.empty(0, np.int64), *middles])

@@ -231,9 +231,8 @@ def uncached_autocast(device: torch.device) -> torch.autocast:
 @contextlib.contextmanager
 def compiled(model: Any) -> Iterator[None]:
     """Layers compiled, one like the other, which takes a twelfth of the time of a whole model of twelve; and the
-    recurrence, which is many small operations, and what is kept, which is many passes over much."""
-    keeping = model.recurrence.keeping
-    parts = [*model.config.architecture.layer_list(model._body), model.recurrence, *([keeping] if keeping else [])]
+    recurrence, which is many small operations, and passes over all that is kept."""
+    parts = [*model.config.architecture.layer_list(model._body), model.recurrence]
     # random numbers as they are drawn without compiler: both passes over a window must draw the same
     options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
     token = losses.FUSED.set(torch.compile(losses.fusable, **options))

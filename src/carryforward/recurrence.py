@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from .configuration import RecurrenceConfig
-from .keeping import Keeping
+from .keeping import Keeping, Turn
+from .windows import Span
 
 
 class Recurrence(nn.Module):
@@ -49,16 +50,29 @@ class Recurrence(nn.Module):
         self.networks.extend(_feed_forward(hidden_size, config.hidden_sizes) for _ in range(groups))
         self._start()
 
-    def forward(self, hidden: Sequence[Tensor], start: int, stop: int) -> Tensor:
-        """Pool positions ``start`` to ``stop``.
+    def forward(
+        self,
+        hidden: Sequence[Tensor],
+        span: Span,
+        noted: Sequence[tuple[Tensor, Tensor]] = (),
+        before: Tensor | None = None,
+        turn: Turn | None = None,
+    ) -> Tensor:
+        """All that a window passes on, [B, m]: what is pooled, then what is kept.
 
         Args:
             hidden: the outputs of layers 1 to L, each [B, T, k].
-
-        Returns:
-            h_prev, [B, G, S, k].
+            span: the positions that are pooled, and where the next window starts.
+            noted, before, turn: as `Keeping` takes them, if something is kept.
         """
-        return self.carried(self.pool([_range(h, start, stop).to(self.weight.device) for h in self.chosen(hidden)]))
+        parts = []
+        if self.networks:
+            chosen = [_range(h, span.start, span.stop).to(self.weight.device) for h in self.chosen(hidden)]
+            parts.append(self.carried(self.pool(chosen)).flatten(1))
+        if self.keeping is not None:
+            assert turn is not None
+            parts.append(self.keeping(noted, before, span.start, span.following, turn).flatten(1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def chosen(self, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Those of the layers' outputs that are pooled."""
