@@ -196,8 +196,9 @@ class Reading:
         filler = getattr(self.config.base_config, "pad_token_id", None) or 0
         ids = torch.where(in_stretch, ids, filler)
         longest = max(len(self.prefixes[row]) for row in cell.rows)
-        front = self.index([(*self.prefixes[row], *[filler] * longest)[:longest] for row in cell.rows])
-        ids[:, :longest] = torch.where(position[:longest] < leads, front, ids[:, :longest])
+        if longest:
+            front = self.index([(*self.prefixes[row], *[filler] * longest)[:longest] for row in cell.rows])
+            ids[:, :longest] = torch.where(position[:longest] < leads, front, ids[:, :longest])
         for i, token in enumerate(self.suffix):
             ids = torch.where(past == i, token, ids)
         ends = {len(self.prefixes[row]) + w.end - w.start for row, w in zip(cell.rows, cell.windows, strict=True)}
