@@ -502,7 +502,7 @@ def test_a_learning_rate_that_diverges_is_passed_over(train):
 def test_a_run_does_not_go_on_with_other_data(train, home, tmp_path, monkeypatch):
     texts = shutil.copytree(home / "texts", tmp_path / "texts")
     command = [texts if argument == home / "texts" else argument for argument in train]
-    monkeypatch.setattr("carryforward.training._train", _interrupt)
+    monkeypatch.setattr("carryforward.training.train_to_the_end", _interrupt)
     fail(*command, code=130)
     monkeypatch.undo()
     (texts / "more.txt").write_text("More of it. " * 50)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from . import console
-from .answer_scores import mean_scores, score
+from .answer_scores import percent, score_all
 from .answering import MAX_TOKENS, Found, answer_all
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
@@ -116,12 +116,10 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _scored(questions: Sequence[Question], found: Sequence[Found]) -> dict[str, Any]:
-    scores = {
-        question.id: score(answer.text, [accepted.text for accepted in question.answers], question.format)
-        for question, answer in zip(questions, found, strict=True)
-    }
-    exact, f1 = mean_scores(questions, [answer.text for answer in found])
-    return {"exact": exact, "f1": f1, "scores": {name: list(pair) for name, pair in scores.items()}}
+    scores = score_all(questions, [answer.text for answer in found])
+    exact, f1 = percent(scores)
+    by_id = {question.id: list(pair) for question, pair in zip(questions, scores, strict=True)}
+    return {"exact": exact, "f1": f1, "scores": by_id}
 
 
 def _predictions(questions: Sequence[Question], found: Sequence[Found]) -> dict[str, Any]:

@@ -29,13 +29,17 @@ def score(answer: str, accepted: Sequence[str], format: str) -> tuple[float, flo
     return max(exact for exact, _ in pairs), max(shared for _, shared in pairs)
 
 
-def mean_scores(questions: Sequence[Question], answers: Sequence[str]) -> tuple[float, float]:
-    """Exact match and F1 in percent, over all questions."""
-    found = [
+def score_all(questions: Sequence[Question], answers: Sequence[str]) -> list[tuple[float, float]]:
+    """Exact match and F1 of each answer."""
+    return [
         score(answer, [accepted.text for accepted in question.answers], question.format)
         for question, answer in zip(questions, answers, strict=True)
     ]
-    exact, f1 = (100 * sum(part) / max(len(found), 1) for part in zip(*found, strict=True)) if found else (0.0, 0.0)
+
+
+def percent(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Mean exact match and F1, in percent."""
+    exact, f1 = (100 * sum(pair[i] for pair in scores) / max(len(scores), 1) for i in (0, 1))
     return exact, f1
 
 

@@ -88,20 +88,17 @@ def answer_all(
 ) -> list[list[Found]]:
     """The best answers to many questions, in their order; `progress` is told how many were just answered."""
     asked = [tokens(tokenizer, question.question)[0] for question in questions]
-    for question, ids in zip(questions, asked, strict=True):
-        check(model, question, ids)
+    for question, own in zip(questions, asked, strict=True):
+        check(model, question, own)
     found: list[list[Found]] = [[] for _ in questions]
     order = sorted(range(len(questions)), key=lambda i: -len(questions[i].document))
     for begin in range(0, len(order), batch_size):
         rows = order[begin : begin + batch_size]
         texts = [tokens(tokenizer, questions[i].document) for i in rows]
-        width = max(len(own) for own, _ in texts)
-        padded = torch.tensor([[*own, *[0] * (width - len(own))] for own, _ in texts], device=model.device)
-        lengths = torch.tensor([len(own) for own, _ in texts], device=model.device)
-        mask = torch.arange(width, device=model.device) < lengths[:, None]
+        ids, mask = (part.to(model.device) for part in padded([own for own, _ in texts]))
         with evaluating(model), torch.inference_mode():
             out = model(
-                padded, attention_mask=mask.long(), question_ids=[asked[i] for i in rows], overlap=overlap,
+                ids, attention_mask=mask, question_ids=[asked[i] for i in rows], overlap=overlap,
                 use_state=use_state,
             )  # fmt: skip
         for row, i in enumerate(rows):
@@ -138,6 +135,15 @@ def tokens(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]
         raise ValueError(f"answers need offsets, which {type(tokenizer).__name__} cannot give: use a fast tokenizer.")
     made = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False, return_offsets_mapping=True)
     return made["input_ids"], made["offset_mapping"]
+
+
+def padded(rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Rows of token ids as one tensor, filled up on the right, and the mask of what is real."""
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+    for row, own in zip(ids, rows, strict=True):
+        row[: len(own)] = torch.as_tensor(own)
+    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
 
 
 def best(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from . import console
 from .interrupting import Interruptible
@@ -68,3 +69,10 @@ class Show(TrainerCallback):
         if self.bar is not None:
             self.bar.__exit__()
             self.bar = None
+
+
+def show(trainer: WholeTrainer) -> None:
+    """Our progress bar in place of Hugging Face's."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Show(trainer))

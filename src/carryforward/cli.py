@@ -17,7 +17,7 @@ import typer
 from .cli_questions import qa
 from .data.corpora import PYTHON_DOCS
 from .options import options, spread
-from .plainly import Config, Device, Json, told_plainly
+from .plainly import Config, Device, Json, ReportTo, RunFolder, only_cpu, told_plainly
 from .settings import BUNDLED, TrainSettings
 
 app = typer.Typer(
@@ -66,24 +66,17 @@ def demo(
 @options(TrainSettings)
 def train(
     settings: TrainSettings,
-    out: Annotated[Path, typer.Option(help="Folder of the run. The same command again goes on where it stopped.")],
+    out: RunFolder,
     config: Config = None,
-    report_to: Annotated[str, typer.Option(help="tensorboard, wandb, ... as Trainer's report_to.")] = "none",
+    report_to: ReportTo = "none",
     device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Fine-tune a model with recurrence, or without it in the same loop."""
     with told_plainly():
-        import torch
-
         from . import training
 
-        if device not in (None, "cpu", getattr(torch.accelerator.current_accelerator(), "type", None)):
-            raise ValueError(
-                f"--device {device}: training runs on the best device there is, or on cpu. Leave it out, and choose "
-                "GPUs with CUDA_VISIBLE_DEVICES."
-            )
-        record = training.train(settings, out, report_to=report_to, use_cpu=device == "cpu")
+        record = training.train(settings, out, report_to=report_to, use_cpu=only_cpu(device))
         if int(os.environ.get("RANK", "0")) == 0:
             best = record.get("best_word_perplexity")
             told = f"{out}: {record['tokens']:,} tokens" + (f", validation word perplexity {best:,.2f}" if best else "")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import options
-from .plainly import Config, Device, Json, told_plainly
+from .plainly import Config, Device, Json, ReportTo, RunFolder, only_cpu, told_plainly
 from .settings import QuestionSettings
 
 qa = typer.Typer(
@@ -27,9 +27,9 @@ Longest = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
 @options(QuestionSettings)
 def train(
     settings: QuestionSettings,
-    out: Annotated[Path, typer.Option(help="Folder of the run. The same command again goes on where it stopped.")],
+    out: RunFolder,
     config: Config = None,
-    report_to: Annotated[str, typer.Option(help="tensorboard, wandb, ... as Trainer's report_to.")] = "none",
+    report_to: ReportTo = "none",
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -37,7 +37,7 @@ def train(
     with told_plainly():
         from .question_training import train_answers
 
-        record = train_answers(settings, out, report_to=report_to, use_cpu=device == "cpu")
+        record = train_answers(settings, out, report_to=report_to, use_cpu=only_cpu(device))
         if int(os.environ.get("RANK", "0")) == 0:
             best = record.get("best_f1")
             told = f"{out}: {record['questions']:,} questions" + ("" if best is None else f", validation F1 {best:.2f}")

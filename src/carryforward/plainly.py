@@ -19,6 +19,20 @@ Config = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best there is by default.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+RunFolder = Annotated[Path, typer.Option(help="Folder of the run. The same command again goes on where it stopped.")]
+ReportTo = Annotated[str, typer.Option(help="tensorboard, wandb, ... as Trainer's report_to.")]
+
+
+def only_cpu(device: str | None) -> bool:
+    """Whether a training is to stay on the CPU; other devices are not chosen by name."""
+    import torch
+
+    if device not in (None, "cpu", getattr(torch.accelerator.current_accelerator(), "type", None)):
+        raise ValueError(
+            f"--device {device}: training runs on the best device there is, or on cpu. Leave it out, and choose "
+            "GPUs with CUDA_VISIBLE_DEVICES."
+        )
+    return device == "cpu"
 
 
 @contextlib.contextmanager

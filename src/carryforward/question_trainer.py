@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from .answer_scores import mean_scores
-from .answering import answer_all, check, tokens
+from .answer_scores import percent, score_all
+from .answering import answer_all, check, padded, tokens
 from .data.questions import Question
 from .question_answering import KINDS, RecurrentForQuestionAnswering
 from .reading import IGNORE
@@ -87,7 +87,13 @@ class QuestionTrainer(WholeTrainer):
                     f"question {question.id}: no token stands for its answer, {question.answers[0].text!r}."
                 )
             start, end = inside[0], inside[-1]
-        return {"ids": ids, "asked": asked, "start": start, "end": end, "kind": KINDS.index(question.kind)}
+        return {
+            "ids": np.array(ids, np.int32),
+            "asked": asked,
+            "start": start,
+            "end": end,
+            "kind": KINDS.index(question.kind),
+        }
 
     def done_after(self, step: int) -> int:
         batch = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
@@ -117,7 +123,7 @@ class QuestionTrainer(WholeTrainer):
                 use_state=self.args.use_state, batch_size=self.args.per_device_eval_batch_size,
                 allow_none=any(question.kind == "none" for question in questions),
             )  # fmt: skip
-        exact, f1 = mean_scores(questions, [answers[0].text for answers in found])
+        exact, f1 = percent(score_all(questions, [answers[0].text for answers in found]))
         metrics = {f"{metric_key_prefix}_exact": exact, f"{metric_key_prefix}_f1": f1}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -126,16 +132,13 @@ class QuestionTrainer(WholeTrainer):
 
 def _collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Documents padded on the right; questions are put in front of every window, and stay as they are."""
-    width = max(len(sample["ids"]) for sample in samples)
-    ids = np.stack([np.pad(sample["ids"], (0, width - len(sample["ids"]))) for sample in samples])
-    lengths = torch.tensor([len(sample["ids"]) for sample in samples])
-    questions = max(len(sample["asked"]) for sample in samples)
-    asked = [[*sample["asked"], *[0] * (questions - len(sample["asked"]))] for sample in samples]
+    ids, mask = padded([sample["ids"] for sample in samples])
+    asked, asked_mask = padded([sample["asked"] for sample in samples])
     return {
-        "input_ids": torch.from_numpy(ids).long(),
-        "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
-        "question_ids": torch.tensor(asked),
-        "question_mask": torch.tensor([[i < len(s["asked"]) for i in range(questions)] for s in samples]).long(),
+        "input_ids": ids,
+        "attention_mask": mask,
+        "question_ids": asked,
+        "question_mask": asked_mask,
         "start_positions": torch.tensor([sample["start"] for sample in samples]),
         "end_positions": torch.tensor([sample["end"] for sample in samples]),
         "answer_kinds": torch.tensor([sample["kind"] for sample in samples]),

@@ -2,19 +2,17 @@
 """The job behind `carryforward qa train`: an encoder and a file of questions in, a model that finds answers out."""
 
 import signal
-import time
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForQuestionAnswering, EarlyStoppingCallback, set_seed
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from . import checkpoints, console
 from .adding import add_recurrence
 from .answering import tokens
-from .callbacks import Show, StopGently
+from .callbacks import StopGently, show
 from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
@@ -25,7 +23,7 @@ from .question_answering import RecurrentForQuestionAnswering
 from .question_trainer import QuestionTrainer, QuestionTrainingArguments
 from .runs import Run
 from .settings import QuestionSettings
-from .training import Interrupted
+from .training import train_to_the_end
 
 _HELD_OUT = 20  # one document of so many is for validation
 
@@ -45,9 +43,7 @@ def train_answers(
     set_seed(settings.seed)  # the new parameters' first values
     model = _model(settings, tokenizer)
     trainer = QuestionTrainer(model, arguments, train, held_out, tokenizer=tokenizer)
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Show(trainer))
+    show(trainer)
     if settings.patience is not None:
         trainer.add_callback(EarlyStoppingCallback(settings.patience))
     lost = f"; {len(trainer.lost)} whose answer is not in the document are left out" * bool(trainer.lost)
@@ -56,18 +52,9 @@ def train_answers(
         measure_places(model, [tokens(tokenizer, question.document)[0] for question in train[:256]])
     told = {"train": _digest(train), "validation": _digest(held_out)}
     run.begin({"data": told, "processes": arguments.world_size, "window": model.config.recurrence.window})
-    stop, started = StopGently(), time.monotonic()
-    trainer.add_callback(stop)
+    stop = StopGently()
     with stop.listening(signal.SIGINT, signal.SIGTERM):
-        try:
-            trainer.train(resume_from_checkpoint=True)
-        finally:
-            run.record["seconds"] = run.record.get("seconds", 0.0) + time.monotonic() - started
-            run.write()
-            trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-    if stop.stopped or stop.requested:
-        step = trainer.state.global_step
-        raise Interrupted(f"stopped at step {step} and saved in {out}. To go on, give the same command again.")
+        train_to_the_end(trainer, run, stop)
     if arguments.should_save:
         with checkpoints.written_beside(out) as beside:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(beside)

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from transformers import set_seed
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from . import checkpoints, console
 from .adding import add_recurrence
-from .callbacks import Show, StopGently
+from .callbacks import StopGently, show
 from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.corpora import available_splits, open_corpus
 from .data.documents import Documents, tokenise
@@ -30,7 +29,7 @@ from .provenance import provenance
 from .runs import Run
 from .settings import TrainSettings
 from .trainer import RecurrentTrainer, RecurrentTrainingArguments
-from .whole_trainer import NonFiniteLoss
+from .whole_trainer import NonFiniteLoss, WholeTrainer
 
 
 class Interrupted(KeyboardInterrupt):
@@ -62,9 +61,7 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
         trainer = RecurrentTrainer(model, arguments, train_documents, validation, processing_class=tokenizer)
         if settings.recurrence and needs_places(model):  # on the trainer's device
             measure_places(model, train_documents)
-        trainer.remove_callback(PrinterCallback)
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(Show(trainer))
+        show(trainer)
         # not before all is known to fit: a corrected command may use the folder
         told = {"data": data, "processes": begin.world_size, "window": model.config.recurrence.window}
         run.begin({**told, "base": base})
@@ -73,7 +70,7 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
     stop = StopGently()
     with stop.listening(signal.SIGINT, signal.SIGTERM):
         trainer = job(_search(settings, run, job, stop), out)
-        _train(trainer, run, stop)
+        train_to_the_end(trainer, run, stop)
     if begin.should_save:
         model = trainer.accelerator.unwrap_model(trainer.model)
         with checkpoints.written_beside(out) as beside:
@@ -210,7 +207,7 @@ def _search(settings: TrainSettings, run: Run, job: Any, stop: StopGently) -> Tr
 def _try(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> float | None:
     """The best word perplexity of a trial, or None if it came to nothing."""
     try:
-        _train(trainer, run, stop)
+        train_to_the_end(trainer, run, stop)
     except NonFiniteLoss as error:
         console.note(str(error))
         return None
@@ -227,7 +224,7 @@ def free() -> None:
         torch.compiler.reset()
 
 
-def _train(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> None:
+def train_to_the_end(trainer: WholeTrainer, run: Run, stop: StopGently) -> None:
     """Train from the newest checkpoint, if there is one, until the end or a signal."""
     trainer.add_callback(stop)
     started = time.monotonic()
