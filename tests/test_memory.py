@@ -53,7 +53,7 @@ def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):
     assert count == WINDOWS
     tiny.assert_same_gradients(found, expected)
     to_come = memory.TO_COME * sum(parameter.numel() for parameter in model.parameters())
-    size = model._allowance.size(kind(model, 2))
+    size = model._allowance._sizes[kind(model, 2)]
     for kept in (0, 2):
         room = to_come + int((kept + 0.5) * size / memory.SHARE["cpu"])
         found, count = passes(model)
@@ -61,12 +61,30 @@ def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):
         tiny.assert_same_gradients(found, expected)
 
 
+def test_places_that_are_there_serve_their_own_kind_alone(monkeypatch):
+    free, cpu = 1000, torch.device("cpu")
+    monkeypatch.setattr(memory, "available", lambda device: free)
+    monkeypatch.setitem(memory.SHARE, "cpu", 0.5)
+    allowance = memory.Allowance()
+    allowance.keep = "auto"
+    allowance._sizes = {"many rows": 100, "few rows": 60}
+    assert allowance.windows(["many rows"] * 8, [], cpu) == [True] * 5 + [False] * 3
+    for _ in range(4):
+        allowance.take("many rows", 110)
+        free -= 110
+    # half of a thousand may be used, 440 are: room for one of the others, and the places that are there
+    assert allowance.windows(["few rows"] * 2 + ["many rows"] * 5, [], cpu) == [True, False] + [True] * 4 + [False]
+    allowance.release()
+    free = 1000
+    assert allowance.windows(["many rows"] * 8, [], cpu) == [True] * 4 + [False] * 4, "110 each, as was seen"
+
+
 def test_a_window_takes_what_its_graph_holds():
     """Counted without the weights, so that twice the rows take nearly twice as much."""
     model = tiny.recurrent("gpt2", overlap=0)
     passes(model)
     passes(model, tiny.documents(4, 49))
-    one, two = (model._allowance.size(kind(model, rows)) for rows in (2, 4))
+    one, two = (model._allowance._sizes[kind(model, rows)] for rows in (2, 4))
     assert 1.6 * one < two <= 2 * one
 
 

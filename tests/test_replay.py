@@ -132,8 +132,9 @@ def test_recurrences_of_every_kind(fields, recordings):
     assert recordings
 
 
-def test_rows_of_different_lengths_use_the_recordings_of_full_windows(recordings):
-    plain, fast = both("gpt2", keep_windows=0)
+@pytest.mark.parametrize(("name", "training"), [("gpt2", False), ("llama", True)])
+def test_rows_of_different_lengths_use_the_recordings_of_full_windows(name, training, recordings):
+    plain, fast = both(name, training, keep_windows=0)
     for _ in range(4):
         step(fast)
     made = len(recordings)
@@ -145,6 +146,17 @@ def test_rows_of_different_lengths_use_the_recordings_of_full_windows(recordings
         assert_close(out.loss, expected.loss)
         tiny.assert_same_gradients(slow, quick)
     assert len(recordings) == made, "short windows and fewer rows were recorded anew"
+
+
+def test_with_dropout_rows_draw_the_numbers_they_would_without_recordings(recordings):
+    plain, fast = both("gpt2", training=True, keep_windows=0)
+    for _ in range(4):
+        step(fast)
+    made = len(recordings)
+    for _ in range(3):
+        expected, _ = step(plain, IDS[:2])
+        assert_close(step(fast, IDS[:2])[0].loss, expected.loss)
+    assert len(recordings) > made, "two rows were run as three"
 
 
 def test_in_pieces_with_gradients_through_the_state(recordings):

@@ -234,10 +234,10 @@ class _Sweep:
         cell is not run if only the loss is wanted and its graph is not kept."""
         emissions = []
         cells = self.plan.program.cells
-        recomputed = len(cells) - self._keepable()
+        keep = self._keepable()
         for i in range(len(cells)):
             self.tables.append(self._noted(table))
-            if i >= recomputed:
+            if keep[i]:
                 torch.clear_autocast_cache()  # as below
                 emitted, table = self._keep(i, table)
             elif self.plan.loss_only and i == len(cells) - 1:
@@ -248,10 +248,10 @@ class _Sweep:
         torch.clear_autocast_cache()  # older torch would use weights cast without a graph a second time
         return emissions, table
 
-    def _keepable(self) -> int:
-        """How many of the newest cells keep their graph."""
+    def _keepable(self) -> list[bool]:
+        """Which cells keep their graph: the newest that may."""
         kinds = [self.plan.program.kind(cell) for cell in reversed(self.plan.program.cells)]
-        return self.plan.allowance.windows(kinds, self.plan.parameters, self.device)
+        return self.plan.allowance.windows(kinds, self.plan.parameters, self.device)[::-1]
 
     def _keep(self, i: int, table: Tensor) -> tuple[Emission, Tensor]:
         incoming = table.detach().requires_grad_()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many windows may keep their activations: as many as asked for, or as there is memory for."""
+"""Which windows may keep their activations: as many as asked for, or as there is memory for."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,28 +19,40 @@ class Allowance:
 
     Attributes:
         keep: how many windows; "auto" for as many as fit.
-        held: bytes that are in use for nothing else but windows that are kept (`replay`).
     """
 
     def __init__(self) -> None:
         self.keep: int | Literal["auto"] = 0
-        self.held = 0
         self._sizes: dict[Hashable, int] = {}
+        self.release()
 
-    def windows(self, kinds: Sequence[Hashable], parameters: Sequence[nn.Parameter], device: torch.device) -> int:
-        """How many windows keep their graph, counted from the first of these."""
+    def windows(
+        self, kinds: Sequence[Hashable], parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> list[bool]:
+        """Which windows keep their graph: of these kinds, the first that fit."""
         if self.keep != "auto":
-            return min(self.keep, len(kinds))
+            return [i < self.keep for i in range(len(kinds))]
         to_come = TO_COME * sum(parameter.numel() for parameter in parameters)
-        left = SHARE.get(device.type, 0.0) * (available(device) + self.held - to_come)
-        for count, kind in enumerate(kinds):
-            left -= self._sizes.get(kind, torch.inf)  # one that was not measured yet is run twice, and measured then
-            if left < 0:
-                return count
-        return len(kinds)
+        left = SHARE.get(device.type, 0.0) * (available(device) + self._taken - to_come) - self._taken
+        ready, kept = self._ready.copy(), []
+        for kind in kinds:
+            ready[kind] -= 1
+            size = 0 if ready[kind] >= 0 else self._sizes.get(kind, torch.inf)  # run twice at first, and measured then
+            kept.append(size <= left or size == 0)
+            left -= size if kept[-1] else 0
+        return kept
 
-    def size(self, kind: Hashable) -> int:
-        return self._sizes.get(kind, 0)
+    def take(self, kind: Hashable, size: int) -> None:
+        """A place for a window of this kind is there for good, and serves no other."""
+        self._ready[kind] += 1
+        self._taken += size
+        if kind in self._sizes:
+            self._sizes[kind] = max(self._sizes[kind], size)
+
+    def release(self) -> None:
+        """Nothing of what was taken is there any longer."""
+        self._ready: Counter = Counter()
+        self._taken = 0
 
     @contextlib.contextmanager
     def measuring(self, kind: Hashable, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

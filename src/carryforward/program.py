@@ -73,7 +73,7 @@ class Program(bptt.Program):
         emitted: bptt.Emission = ()
         if self.emit is None:
             start, targets = reading.scored(cell) if head else (0, None)
-            work = Work(ids, mask, carried, targets, start, tuple(pooled), model._allowance.size(self.kind(cell)))
+            work = Work(ids, mask, carried, targets, start, tuple(pooled), self.kind(cell))
             nll, states = model._window(work) if self.replays is None else self.replays.run(work, table)
             emitted = () if nll is None else (nll,)
         else:

@@ -6,7 +6,7 @@ and which recording serves which window, is `replay`'s.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ class Work:
         carried: the state, all its numbers, [b, m], or None in a document's first window.
         targets: what positions from `start` on are scored on, [b, n - start].
         pooled: ranges of positions; a state is made of each.
-        size: bytes that its graph holds on to, as far as is known.
+        kind: which windows take as much memory as this one (`memory`).
     """
 
     ids: Tensor
@@ -36,7 +36,7 @@ class Work:
     targets: Tensor | None
     start: int
     pooled: tuple[Span, ...]
-    size: int = 0
+    kind: Hashable = None
 
 
 Result = tuple[Tensor | None, tuple[Tensor, ...]]  # the summed loss, and the states
@@ -84,10 +84,15 @@ class _Windows(nn.Module):
 
 
 class Recording:
-    """A window's work without gradients."""
+    """A window's work without gradients.
+
+    Attributes:
+        busy: what it left behind is needed still.
+        draws: it draws random numbers.
+    """
 
     def __init__(self, model: Any, work: Work, gathering: Gathering):
-        self.busy = False
+        self.busy, random = False, _random_state(work.ids.device)
         with torch.inference_mode(False):  # what is made in that mode could not be written to outside it
             self.work = replace(
                 work, ids=work.ids.clone(), targets=None if work.targets is None else work.targets.clone(),
@@ -95,6 +100,7 @@ class Recording:
             )  # fmt: skip
             with uncached_autocast(work.ids.device):
                 self._make(model, gathering)
+        self.draws = not torch.equal(random, _random_state(work.ids.device))
 
     def _make(self, model: Any, gathering: Gathering) -> None:
         with torch.no_grad():
@@ -124,7 +130,11 @@ class Recording:
 
 
 class Differentiable(Recording):
-    """A window's work, and the way back through it, which sums up the gradients of the parameters."""
+    """A window's work, and the way back through it, which sums up the gradients of the parameters.
+
+    Attributes:
+        taken: bytes of its own, which stay taken between one window and the next.
+    """
 
     def _make(self, model: Any, gathering: Gathering) -> None:
         # The parameters under another name: autograd may hold on to the end of the way to their gradients, on a stream
@@ -160,9 +170,10 @@ class Differentiable(Recording):
 
         with torch.enable_grad():
             warm_up(both)
-            pool = gathering.pool(shared=False)
-            outputs, self.replay = record(forward, pool)
-            (self.of_carried,), self.replay_back = record(backward, pool)
+            before = reserved()
+            outputs, self.replay = record(forward, gathering.pool(shared=False))
+            self.taken = reserved() - before
+            (self.of_carried,), self.replay_back = record(backward, gathering.pool())
         self.nll = None if self.work.targets is None else outputs[0]
         self.states = tuple(outputs if self.work.targets is None else outputs[1:])
         self.outputs = []
@@ -220,6 +231,18 @@ def record(function: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], No
     with insertion.plain_masks(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = function()
     return result, graph.replay
+
+
+def reserved() -> int:
+    """Bytes that this process has taken from the GPU and cannot do without."""
+    if not torch.cuda.is_initialized():
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def uncached_autocast(device: torch.device) -> torch.autocast:

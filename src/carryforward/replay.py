@@ -65,9 +65,9 @@ class Replays:
     def begin(self, model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> "Call | None":
         """At the start of a call of the model; None where its windows must be run as they are."""
         if not self.usable(modules, weights):
-            if self._recordings:  # after a failure: nothing of theirs is used again
+            if self._signature:  # after a failure: nothing of before is used again
                 self._forget()
-                model._allowance.held = 0
+                model._allowance.release()
             return None
         signature = _signature(model, modules, weights)
         if signature != self._signature:
@@ -77,7 +77,7 @@ class Replays:
         if self.path == "auto" and not self._compiles and self._replayed > COMPILE_AFTER:
             self._compiles, self._recordings = True, {}
         if not self._recordings:
-            model._allowance.held = 0
+            model._allowance.release()
         self._gathering.take()  # of a call that was broken off
         for recordings in self._recordings.values():
             for recording in recordings:
@@ -103,26 +103,28 @@ class Replays:
         return recording(work, table)
 
     def failed(self, error: Exception) -> None:
-        """Say why, and go on without."""
+        """Say why, and go on without; windows that are still to be pulled through hold on to their recordings."""
         reason = (str(error).strip().splitlines() or [""])[0]
         logger.warning_once(f"Windows are run without the fast path: {type(error).__name__}: {reason}")
-        self.path = "off"
-        if torch.cuda.is_available():  # a capture that failed leaves the random numbers' generator in its hands
+        self.path, self._recordings = "off", {}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what failed may have been the memory
+            # a capture that failed leaves the random numbers' generator in its hands
             torch.cuda.synchronize()
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 torch.zeros(1, device="cuda")
 
     def _find(self, call: "Call", key: tuple, work: Work) -> "Recording | None":
-        """A recording of such windows, or of longer ones and more rows of which these fill a good part. With dropout
-        only the former: the random numbers of a row would depend on how many there are. Longer only where no position
-        sees what follows it."""
+        """A recording of such windows, or of longer ones and more rows of which these fill a good part. If it draws
+        random numbers, as dropout does, only the former: those of a row would depend on how many there are. Longer
+        only where no position sees what follows it."""
         (rows, width), causal = work.ids.shape, call.model.config.architecture.causal
         for recording in self._recordings.get(key, []):
             made = recording.work
             same = made.ids.shape == work.ids.shape and made.pooled == work.pooled
             long = width <= made.ids.shape[1] if causal else width == made.ids.shape[1]
             fits = long and rows <= made.ids.shape[0] and work.pooled in ((), made.pooled)
-            good = fits and not any(call.training) and 2 * work.ids.numel() >= made.ids.numel()
+            good = fits and not recording.draws and 2 * work.ids.numel() >= made.ids.numel()
             if not recording.busy and (same or good):
                 return recording
         return None
@@ -139,8 +141,8 @@ class Replays:
         except Exception as error:  # whatever a compiler or a driver may raise: the plain way is always there
             self.failed(error)
             return None
-        if with_gradients:
-            model._allowance.held += work.size
+        if isinstance(recording, Differentiable):
+            model._allowance.take(work.kind, recording.taken)
         self._recordings.setdefault(key, []).append(recording)
         return recording
 
