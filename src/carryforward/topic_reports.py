@@ -160,7 +160,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         )
         differences.axvspan(low, high, color=colours[writer], alpha=0.25, linewidth=0)
     differences.axvline(0, color="#454545", linewidth=0.8)
-    dress(differences, "Recurrent against", "divergence of the recurrent minus that of the other; shaded: the mean",
+    dress(differences, "Recurrent against the others, context by context", "difference in nats; shaded: its mean",
           "contexts")  # fmt: skip
     differences.legend(fontsize=8.5, edgecolor="none")
     drawn.savefig(path)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`carryforward topics` and `samples` as people use them; who is in a text."""
+
+import json
+import re
+import shutil
+import sys
+
+import numpy as np
+import prose
+import pytest
+import torch
+from test_cli import fail, succeed
+
+import carryforward as cf
+from carryforward import continuations, topics
+from carryforward.continuations import PLAIN, RECURRENT, REMOVED, TEXT
+from carryforward.continuing import draw
+from carryforward.data.corpora import open_corpus
+from carryforward.data.documents import tokenise
+from carryforward.loading import load_causal
+from carryforward.people import People, mentions, people, taken_up
+
+SMALL = ["--split", "train", "--topics", 3, "--contexts", 10, "--new-tokens", 6, "--batch-size", 4, "--device", "cpu"]
+
+TAGS = {
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "h1",
+    "h2",
+    "p",
+    "div",
+    "table",
+    "tr",
+    "th",
+    "td",
+    "small",
+    "u",
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A plain model, a recurrent one of it, texts and fitted topics."""
+    folder = tmp_path_factory.mktemp("seeing")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CARRYFORWARD_CACHE", str(folder / "cache"))
+        patch.setattr(topics, "EVERYWHERE", 0.5)  # ten texts of a stretch each
+        prose.save_model(folder / "plain")
+        prose.save_topics(folder / "texts", 10)
+        model = cf.add_recurrence(load_causal(str(folder / "plain")).model, window=16, hidden_sizes=(8,), init_std=2.0)
+        model.save_pretrained(folder / "model")
+        prose.tokenizer().save_pretrained(folder / "model")
+        yield folder
+
+
+def command(home, out, *more, verb="topics"):
+    return [verb, home / "model", "--data", home / "texts", *SMALL, "--out", out, *more]
+
+
+@pytest.fixture(scope="module")
+def measured(home):
+    """A finished run with its table: only to be read."""
+    told = succeed(*command(home, home / "out", "--plain", home / "plain"))
+    return json.loads((home / "out" / "topics.json").read_text()), told
+
+
+# --- topics ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_from_the_pieces_it_is_made_of(home, measured):
+    result, told = measured
+    loaded = load_causal(str(home / "model"))
+    documents = tokenise(open_corpus(str(home / "texts"), "train"), loaded.tokenizer)
+    places = draw(documents, 22, 10)
+    assert result["contexts"] == [[documents.names[i], start] for i, start in places.tolist()]
+    fitted = topics.Topics.load(home / "out" / "lda")
+    rows = [documents[i][start : start + 22].astype(int) for i, start in places]
+    written = {
+        RECURRENT: [_written(loaded.model, row[:16]) for row in rows],
+        REMOVED: [_written(loaded.model, row[:16], use_state=False) for row in rows],
+        PLAIN: [_written(loaded.model.base, row[15:16]) for row in rows],
+        TEXT: [row[16:] for row in rows],
+    }
+    contexts = fitted.distributions(loaded.tokenizer.decode(row[:16]) for row in rows)
+    for writer, new in written.items():
+        found = topics.divergence(contexts, fitted.distributions(map(loaded.tokenizer.decode, new)))
+        assert result["divergences"][writer] == pytest.approx(found, abs=1e-5)
+        assert result["writers"][writer]["mean"] == pytest.approx(found.mean(), abs=1e-9)
+        assert f"| {writer} | {found.mean():.4f} | {found.mean() / np.log(2):.4f} |" in told.out
+    assert list(result["against"]) == [REMOVED, PLAIN]
+    beside = topics.compare(*(result["divergences"][writer] for writer in (RECURRENT, PLAIN)))
+    assert result["against"][PLAIN]["closer"] == beside.closer
+    assert (home / "out" / "topics.png").stat().st_size > 10_000
+    assert {"commit", "versions", "hardware", "settings"} <= result.keys()
+    assert result["versions"]["scikit-learn"]
+
+
+def _written(model, ids, **more):
+    ids = np.asarray(ids)[None]
+    out = model.generate(
+        torch.from_numpy(ids), do_sample=False, min_new_tokens=6, max_new_tokens=6, pad_token_id=0, **more
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+def test_no_text_in_the_result(home, measured):
+    result, _ = measured
+    words = {word for top in result["topics"]["top_words"] for word in top}
+    text = json.dumps({key: value for key, value in result.items() if key != "command"})
+    for document in (home / "texts").iterdir():
+        body = document.read_text().split()
+        assert not any(" ".join(body[i : i + 3]) in text for i in range(0, len(body) - 3, 3))
+    assert words
+
+
+def test_interrupted_and_gone_on_with(home, measured, tmp_path, monkeypatch):
+    calls, write = [], continuations.continue_greedily
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(continuations, "continue_greedily", counted)
+    arguments = command(home, tmp_path, "--plain", home / "plain", "--topics-from", home / "out" / "lda")
+    assert "14 of 30 continuations are kept; the same command goes on" in fail(*arguments, code=130)
+    succeed(*arguments)
+    assert len(calls) == 5 + 5, "nine batches, of which four were there; one was not finished"
+    again = json.loads((tmp_path / "topics.json").read_text())
+    assert again["divergences"] == measured[0]["divergences"]
+    succeed(*arguments)
+    assert len(calls) == 10
+    message = fail(*arguments, "--seed", 1, code=2)
+    assert "holds continuations of other settings, data or weights (--seed). Use another --out" in message
+    (tmp_path / "continuations.npz").write_bytes(b"cut short")
+    assert "continuations.npz is damaged" in fail(*arguments, code=2)
+
+
+def test_topics_are_fitted_once(home, measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(topics, "fit", None)  # not called again
+    shutil.copytree(home / "out", tmp_path / "out")
+    succeed(*command(home, tmp_path / "out", "--plain", home / "plain"))
+    arguments = command(home, tmp_path / "out", "--plain", home / "plain", "--topics", 2)
+    assert "lda holds topics of other settings or data" in fail(*arguments, code=2)
+
+
+def test_what_cannot_be_measured(home, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    fitted = ["--topics-from", home / "out" / "lda"]
+    few = ["topics", home / "model", "--data", home / "texts", "--out", out, "--split", "train"]
+    assert "20 topics cannot be fitted on 8 documents" in fail(*few, code=2)
+    plain = ["topics", home / "plain", "--data", home / "texts", "--out", out, *fitted]
+    assert "is a plain model: it has no state" in fail(*plain, code=2)
+    assert "--plain" in fail(*command(home, out, *fitted, "--plain", home / "model"), code=2)
+    assert "no document that is so long" in fail(*command(home, out, *fitted, "--context-tokens", 16_000), code=2)
+    assert "a context must end where a window does: 16, 32" in fail(
+        *command(home, out, *fitted, "--context-tokens", 20), code=2
+    )
+    assert "--contexts 0: it must be at least 1" in fail(*command(home, out, "--contexts", 0), code=2)
+    assert "holds no fitted topics" in fail(*command(home, out, "--topics-from", tmp_path), code=2)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert "pip install carryforward[topics]" in fail(*command(home, out), code=1)
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_tables_in_which_text_stays_text(home, tmp_path):
+    """Documents full of markup, whose every context has some."""
+    evil = "<script>alert(1)</script> | *Anna* [x](y) saw & Anna; then `Anna` he_said_ so & Anna wept. "
+    (tmp_path / "texts").mkdir()
+    for number in range(4):
+        (tmp_path / "texts" / f"<b>{number}.txt").write_text(evil * 20)
+    told = succeed("samples", home / "model", "--data", tmp_path / "texts", "--split", "train", "--contexts", 6,
+                   "--context-tokens", 160, "--new-tokens", 8, "--topics-from", home / "out" / "lda",
+                   "--rows", 3, "--out", tmp_path / "out", "--device", "cpu")  # fmt: skip
+    page, table = ((tmp_path / "out" / name).read_text() for name in ("samples.html", "samples.md"))
+    for text in (page, table):
+        assert "&lt;script&gt;" in text
+        assert set(re.findall(r"</?(\w+)", text)) <= TAGS
+        assert "&lt;b&gt;" in text, "names of documents too"
+    assert "http" not in page
+    rows = [line for line in table.splitlines() if line.startswith("| …")]
+    assert len(rows) >= 3
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {6}, "a bar of the text makes no column"
+    result = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert result["people"]["with_names"] == 6
+    assert result["settings"]["seed"] == 0
+    assert [row["about"] for row in result["rows"]["people"]] == ["Anna, he"] * 3
+    itself = result["people"]["taken_up"][TEXT]["names"]
+    assert f"| {TEXT} | {itself} ({itself / 6:.1%}) |" in told.out
+    assert "alert" not in json.dumps(result["rows"])
+
+
+def test_rows_are_the_first_of_their_topics(home, measured, tmp_path):
+    shutil.copytree(home / "out", tmp_path / "out")
+    succeed(*command(home, tmp_path / "out", "--plain", home / "plain", verb="samples"))
+    result = json.loads((tmp_path / "out" / "samples.json").read_text())
+    places = [[row["document"], row["start"]] for row in result["rows"]["topic"]]
+    assert 1 <= len(places) <= 3
+    numbers = [measured[0]["contexts"].index(place) for place in places]
+    assert 0 in numbers, "the first context is the first of its topic"
+    for row, number in zip(result["rows"]["topic"], numbers, strict=True):
+        for writer, values in measured[0]["divergences"].items():
+            assert row["notes"][writer] == f"divergence {values[number]:.2f}"
+
+
+# --- people ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "pronouns"),
+    [
+        ("Then Mary rose, and Mary spoke.", ("Mary",), ()),
+        ("Mary rose. Mary spoke.", (), ()),  # a sentence may begin with any word
+        ("Then Mary rose. He called Tom, and Mary too.", ("Mary",), ("he",)),  # Tom is named once
+        ('"Come," said Mary\'s aunt to Mary. "But why?"', ("Mary",), ()),
+        ("the Rose that Rose saw was a rose", (), ()),  # in small letters too
+        ("on Monday and Monday, when Mr. Bell met Mr. Bell", (), ()),  # a full stop may end a sentence
+        ("the NASA and the NASA of I and I", (), ()),
+        ("her own, their own; It hit them", (), ("she", "they")),
+        ("", (), ()),
+    ],
+)
+def test_who_is_in_a_text(text, names, pronouns):
+    assert people(text) == People(names, pronouns)
+
+
+def test_who_is_taken_up():
+    before = People(("Mary", "Tom"), ("he",))
+    text = "She gave Tom's hat to him, and his to Maryland."
+    assert taken_up(before, text) == People(("Tom",), ("he",))
+    assert [text[start:end] for start, end, _ in mentions(before, text)] == ["Tom", "him", "his"]
+    assert not taken_up(before, "Someone else, she said.")
