@@ -91,14 +91,9 @@ def tables() -> None:
         wordless = ", ".join(f"{one['wordless']} of {writer}" for writer, one in result["writers"].items())
         lines += [f"## {name}", "", f"C6 **{WORDS[verdict.holds]}** here: {verdict.told}.", "", table, ""]
         lines += [f"Without a word that the topics know: {wordless}.", "", f"![divergences]({setting}.png)", ""]
-        lines += [
-            sample_tables.markdown(result),
-            "",
-            f"<details><summary>Topics, {words.replace(':', '</summary>', 1)}",
-        ]
-        lines += ["", "</details>", ""]
-    lines += ["[What is measured, and how](../../docs/seeing.md). Equal divergences count for neither side; the interval is "
-              "at 95 %, contexts drawn again.", "", "Written by `python experiments/topics/run.py --tables`."]  # fmt: skip
+        lines += [sample_tables.markdown(result), "", f"Topics, {words}", ""]
+    lines += ["[How it is measured](../../docs/seeing.md). Equal ones count for neither side; intervals are at 95 %."]
+    lines += ["", "Written by `python experiments/topics/run.py --tables`."]
     (HERE / "README.md").write_text("\n".join(lines) + "\n")
 
 
