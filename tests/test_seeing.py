@@ -137,7 +137,7 @@ def test_interrupted_and_gone_on_with(home, measured, tmp_path, monkeypatch):
     succeed(*arguments)
     assert len(calls) == 10
     message = fail(*arguments, "--seed", 1, code=2)
-    assert "holds continuations of other settings, data or weights (--seed). Use another --out" in message
+    assert "holds continuations of other settings, data or weights (seed). Use another --out" in message
     (tmp_path / "continuations.npz").write_bytes(b"cut short")
     assert "continuations.npz is damaged" in fail(*arguments, code=2)
 
@@ -157,7 +157,9 @@ def test_what_cannot_be_measured(home, tmp_path, monkeypatch):
     assert "20 topics cannot be fitted on 8 documents" in fail(*few, code=2)
     plain = ["topics", home / "plain", "--data", home / "texts", "--out", out, *fitted]
     assert "is a plain model: it has no state" in fail(*plain, code=2)
-    assert "--plain" in fail(*command(home, out, *fitted, "--plain", home / "model"), code=2)
+    assert "is a recurrent model: give a plain one" in fail(
+        *command(home, out, *fitted, "--plain", home / "model"), code=2
+    )
     assert "no document that is so long" in fail(*command(home, out, *fitted, "--context-tokens", 16_000), code=2)
     assert "a context must end where a window does: 16, 32" in fail(
         *command(home, out, *fitted, "--context-tokens", 20), code=2

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from . import console
-from .continuing import check_context, continue_greedily, draw, read_contexts
+from .continuing import check_context, check_room, continue_greedily, draw, read_contexts
 from .data.corpora import open_corpus
 from .data.documents import tokenise
 from .files import written_whole
 from .loading import Loaded, fingerprint, load_causal, usable_device
-from .settings import ContinuationSettings, flag
+from .settings import ContinuationSettings
 
 RECURRENT, REMOVED, PLAIN, TEXT = "recurrent", "state removed", "plain", "the text itself"
 _SAVE_EVERY = 30  # seconds
@@ -73,7 +73,7 @@ def continued(name: str, settings: ContinuationSettings, out: Path, *, device: s
     for one in (loaded, plain):
         if one is not None:
             one.model.to(device)  # type: ignore[arg-type]
-    written = _Kept(out / "continuations.npz", identity).fill(writers, settings.contexts, settings.batch_size)
+    written = _Store(out / "continuations.npz", identity).fill(writers, settings.contexts, settings.batch_size)
     written = {**written, TEXT: following}
     return Continuations(
         places,
@@ -96,15 +96,16 @@ def _load(name: str, settings: ContinuationSettings) -> tuple[Loaded, Loaded | N
         return loaded, None
     plain = load_causal(settings.plain, dtype)
     if plain.recurrent:
-        raise ValueError(f"--plain {settings.plain} is a recurrent model. Its own, without its state, is shown anyway.")
+        raise ValueError(f"--plain {settings.plain} is a recurrent model: give a plain one, or leave it out.")
     if plain.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
         raise ValueError(
             f"--plain {settings.plain} has another vocabulary than {name}: they cannot read the same tokens."
         )
+    check_room(plain.model, 1, settings.new_tokens)
     return loaded, plain
 
 
-class _Kept:
+class _Store:
     """Tokens written so far, in a file."""
 
     def __init__(self, path: Path, identity: dict[str, Any]):
@@ -120,7 +121,7 @@ class _Kept:
                 self.written = {name: arrays[name] for name in arrays.files if name != "identity"}
         except (ValueError, KeyError, EOFError, BadZipFile) as error:
             raise ValueError(f"{self.path} is damaged ({error}). Take it away, or use another --out.") from error
-        differing = [flag(name) for name in self.identity if before.get(name) != self.identity[name]]
+        differing = [name.replace("_", " ") for name in self.identity if before.get(name) != self.identity[name]]
         if differing:
             raise ValueError(
                 f"{self.path.parent} holds continuations of other settings, data or weights ({', '.join(differing)}). "
@@ -150,6 +151,8 @@ class _Kept:
         return self.written
 
     def _save(self) -> None:
+        if not self.written:  # nothing that would be lost: other settings may be tried
+            return
         with written_whole(self.path) as beside:
             np.savez(beside, identity=np.array(json.dumps(self.identity)), **self.written)  # type: ignore[arg-type]
 

@@ -49,6 +49,16 @@ def check_context(model: RecurrentForCausalLM, tokens: int) -> None:
         raise ValueError(f"context_tokens={tokens}: a context must end where a window does: {fitting}, ...")
 
 
+def check_room(model: PreTrainedModel, tokens: int, new_tokens: int) -> None:
+    """A plain model must have positions for what it reads and writes."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and tokens + new_tokens > positions:
+        raise ValueError(
+            f"new_tokens={new_tokens}: behind {tokens} the plain model has {positions - tokens} positions left. Write "
+            "fewer."
+        )
+
+
 def continue_greedily(
     model: PreTrainedModel, contexts: np.ndarray, new_tokens: int, *, use_state: bool = True
 ) -> np.ndarray:
@@ -62,12 +72,8 @@ def continue_greedily(
         use_state: False removes a recurrent model's state.
     """
     recurrent = isinstance(model, RecurrentForCausalLM)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if not recurrent and positions is not None and contexts.shape[1] + new_tokens > positions:
-        raise ValueError(
-            f"{contexts.shape[1]} + {new_tokens} tokens are more than the {positions} positions of the plain model. "
-            "Write fewer."
-        )
+    if not recurrent:
+        check_room(model, contexts.shape[1], new_tokens)
     ids = torch.from_numpy(contexts).to(model.device)
     writing: Any = model
     with evaluating(model), torch.inference_mode():

@@ -76,7 +76,7 @@ def fitted_topics(settings: ContinuationSettings, out: Path) -> Topics:
     folder, corpus = out / "lda", open_corpus(settings.data, settings.fit_on, text_field=settings.text_field)
     about = {"topics": settings.topics, "seed": settings.seed, "data": corpus.name, "split": corpus.split,
              "fit_documents": settings.fit_documents, "fingerprint": corpus.fingerprint()}  # fmt: skip
-    if folder.exists():
+    if (folder / topics.ARRAYS).exists():
         before = Topics.load(folder)
         if {key: before.about.get(key) for key in about} != about:
             raise ValueError(f"{folder} holds topics of other settings or data. Use another --out, or take it away.")
@@ -116,7 +116,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{result['context_tokens']} tokens, {result['settings']['new_tokens']} tokens written after each; "
         f"Jensen-Shannon divergence of {len(result['topics']['top_words'])} topics.",
         "",
-        "| | nats | bits | recurrent is closer | farther | equal | sign test | difference in nats |",
+        "| | nats | bits | recurrent is closer in | farther in | equal in | sign test | difference in nats |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for writer, one in result["writers"].items():
@@ -130,8 +130,8 @@ def _beside(found: dict[str, Any] | None) -> list[str]:
     if found is None:
         return ["–"] * 5
     low, high = found["interval"]
-    return [f"{found['share']:.1%}", f"{found['farther']:,}", f"{found['equal']:,}", f"p = {found['p']:.2g}",
-            f"{found['difference']:+.4f} ({low:+.4f} to {high:+.4f})"]  # fmt: skip
+    counts = [f"{found['closer']:,} ({found['share']:.1%})", f"{found['farther']:,}", f"{found['equal']:,}"]
+    return [*counts, f"p = {found['p']:.2g}", f"{found['difference']:+.4f} ({low:+.4f} to {high:+.4f})"]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -24,7 +24,7 @@ VOCABULARY = 10_000  # the commonest words
 EVERYWHERE, NAMES = 0.2, 0.05  # words of more stretches say nothing; those of fewer documents are mostly names there
 PASSES, UPDATES, BATCH = 2, 200, 256  # over the stretches at least, in all at least, and stretches between two
 RESAMPLED, LEVEL = 10_000, 0.95  # of the bootstrap interval
-_ARRAYS, _WORDS = "arrays.npz", "topics.json"
+ARRAYS = "arrays.npz"  # the file that is read again
 _WORDS_ARE = (
     ": words are three letters or more, no English function words, not in every stretch and not in a few documents "
     "only. Give other documents, or more."
@@ -71,27 +71,27 @@ class Topics:
     def save(self, folder: Path) -> None:
         """Write a folder: the arrays, and the top words for people."""
         folder.mkdir(parents=True, exist_ok=True)
-        told = {**self.about, "top_words": self.top_words()}
-        write_whole(folder / _WORDS, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
-        with written_whole(folder / _ARRAYS) as beside:
+        with written_whole(folder / ARRAYS) as beside:
             np.savez_compressed(
                 beside, vocabulary=self.vocabulary, weights=self.weights, about=np.array(json.dumps(self.about))
             )
+        told = {**self.about, "top_words": self.top_words()}
+        write_whole(folder / "topics.json", json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Topics":
         """Read what `save` wrote."""
         _scikit_learn()
-        if not (folder / _ARRAYS).is_file():
+        if not (folder / ARRAYS).is_file():
             raise ValueError(
-                f"{folder} holds no fitted topics ({_ARRAYS} is missing): give the folder lda that an earlier run of "
+                f"{folder} holds no fitted topics ({ARRAYS} is missing): give the folder lda that an earlier run of "
                 "`carryforward topics` made."
             )
         try:
-            with np.load(folder / _ARRAYS) as arrays:
+            with np.load(folder / ARRAYS) as arrays:
                 return cls(arrays["vocabulary"], arrays["weights"], json.loads(str(arrays["about"])))
         except (ValueError, KeyError, EOFError, BadZipFile) as error:
-            raise ValueError(f"{folder / _ARRAYS} is damaged ({error}). Take it away to fit anew.") from error
+            raise ValueError(f"{folder / ARRAYS} is damaged ({error}). Take it away to fit anew.") from error
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,11 @@ def _stretches(texts: Iterable[str], of: list[int]) -> Iterator[str]:
 
 
 def fit(
-    counts: Counts, topics: int = 20, *, seed: int = 0, progress: Callable[[int, int], object] = lambda done, all: None
+    counts: Counts,
+    topics: int = 20,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, int], object] = lambda *done: None,
 ) -> Topics:
     """Fit topics on documents.
 
