@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`carryforward topics` and `samples` as people use them; who is in a text."""
 
+import importlib.util
 import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import prose
@@ -168,6 +170,32 @@ def test_what_cannot_be_measured(home, tmp_path, monkeypatch):
     assert "holds no fitted topics" in fail(*command(home, out, "--topics-from", tmp_path), code=2)
     monkeypatch.setitem(sys.modules, "sklearn", None)
     assert "pip install carryforward[topics]" in fail(*command(home, out), code=1)
+
+
+# --- the claim -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("closer", "contexts", "interval", "holds"),
+    [
+        (620, 1000, (-0.08, -0.05), True),
+        (59, 90, (-0.08, -0.05), None),  # more than 60 %, but it may be chance
+        (57, 100, (-0.08, -0.05), None),
+        (540, 1000, (-0.08, -0.05), False),  # closer, but clearly not so often
+        (620, 1000, (0.01, 0.05), False),
+    ],
+)
+def test_claim_c6_is_judged_as_the_paper_states_it(closer, contexts, interval, holds):
+    path = Path(__file__).parents[1] / "experiments" / "topics" / "run.py"
+    if not path.exists():
+        pytest.skip("experiments are not part of a source distribution")
+    spec = importlib.util.spec_from_file_location("topics_experiment", path)
+    experiment = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(experiment)
+    found = {"share": closer / contexts, "interval": interval, "p": topics.sign_test(closer, contexts - closer)}
+    result = {"against": {PLAIN: found}, "contexts": [None] * contexts,
+              "writers": {writer: {"mean": 0.5, "bits": 0.7} for writer in (RECURRENT, PLAIN)}}  # fmt: skip
+    assert experiment.c6(result).holds is holds
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
