@@ -6,13 +6,17 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import prose
 import pytest
 import torch
 from test_cli import fail, succeed
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 import carryforward as cf
 from carryforward import continuations, topics
@@ -47,17 +51,36 @@ TAGS = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A plain model, a recurrent one of it, texts and fitted topics."""
+    """A plain model, a recurrent one of it, which writes words or spells them, and texts."""
     folder = tmp_path_factory.mktemp("seeing")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CARRYFORWARD_CACHE", str(folder / "cache"))
         patch.setattr(topics, "EVERYWHERE", 0.5)  # ten texts of a stretch each
         prose.save_model(folder / "plain")
         prose.save_topics(folder / "texts", 10)
-        model = cf.add_recurrence(load_causal(str(folder / "plain")).model, window=16, hidden_sizes=(8,), init_std=2.0)
-        model.save_pretrained(folder / "model")
-        prose.tokenizer().save_pretrained(folder / "model")
+        plain = load_causal(str(folder / "plain")).model
+        model = cf.add_recurrence(plain, window=16, hidden_sizes=(8,))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=0.5)  # or it would write the same whatever the state
+        plain.save_pretrained(folder / "plain")
+        for name in ("model", "spelling"):
+            model.save_pretrained(folder / name)
+        for name, tokenizer in {"plain": words(), "model": words(), "spelling": prose.tokenizer()}.items():
+            tokenizer.save_pretrained(folder / name)
         yield folder
+
+
+def words():
+    """A tokenizer whose tokens are whole words: even a model that has learned nothing then writes some."""
+    level = Tokenizer(models.WordLevel(unk_token="<|unknown|>"))
+    level.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["<|end|>", "<|unknown|>"]
+    level.train_from_iterator(
+        prose.TOPICS[:10], trainers.WordLevelTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=level, eos_token=special[0], unk_token=special[1])
 
 
 def command(home, out, *more, verb="topics"):
@@ -77,6 +100,7 @@ def measured(home):
 def test_a_result_from_the_pieces_it_is_made_of(home, measured):
     result, told = measured
     loaded = load_causal(str(home / "model"))
+    decode = partial(loaded.tokenizer.decode, skip_special_tokens=True)
     documents = tokenise(open_corpus(str(home / "texts"), "train"), loaded.tokenizer)
     places = draw(documents, 22, 10)
     assert result["contexts"] == [[documents.names[i], start] for i, start in places.tolist()]
@@ -88,15 +112,24 @@ def test_a_result_from_the_pieces_it_is_made_of(home, measured):
         PLAIN: [_written(loaded.model.base, row[15:16]) for row in rows],
         TEXT: [row[16:] for row in rows],
     }
-    contexts = fitted.distributions(loaded.tokenizer.decode(row[:16]) for row in rows)
+    contexts = fitted.distributions(decode(row[:16]) for row in rows)
     for writer, new in written.items():
-        found = topics.divergence(contexts, fitted.distributions(map(loaded.tokenizer.decode, new)))
+        found = topics.divergence(contexts, fitted.distributions(map(decode, new)))
         assert result["divergences"][writer] == pytest.approx(found, abs=1e-5)
         assert result["writers"][writer]["mean"] == pytest.approx(found.mean(), abs=1e-9)
         assert f"| {writer} | {found.mean():.4f} | {found.mean() / np.log(2):.4f} |" in told.out
+    assert len({one["mean"] for one in result["writers"].values()}) == 4, "each writes something else"
     assert list(result["against"]) == [REMOVED, PLAIN]
     beside = topics.compare(*(result["divergences"][writer] for writer in (RECURRENT, PLAIN)))
     assert result["against"][PLAIN]["closer"] == beside.closer
+    texts = {writer: list(map(decode, new)) for writer, new in written.items()}
+    both = [bool(fitted.count([one]).sum() and fitted.count([other]).sum())
+            for one, other in zip(texts[RECURRENT], texts[PLAIN], strict=True)]  # fmt: skip
+    assert 0 < sum(both) < 10
+    pair = (np.array(result["divergences"][writer])[both] for writer in (RECURRENT, PLAIN))
+    assert result["worded"][PLAIN] == pytest.approx({**vars(topics.compare(*pair)), "interval": ANY}, abs=1e-4)
+    alike = np.full((10, 3), 1 / 3)
+    assert result["nothing"] == pytest.approx(topics.divergence(contexts, alike).mean())
     assert (home / "out" / "topics.png").stat().st_size > 10_000
     assert {"commit", "versions", "hardware", "settings"} <= result.keys()
     assert result["versions"]["scikit-learn"]
@@ -152,7 +185,7 @@ def test_topics_are_fitted_once(home, measured, tmp_path, monkeypatch):
     assert "lda holds topics of other settings or data" in fail(*arguments, code=2)
 
 
-def test_what_cannot_be_measured(home, tmp_path, monkeypatch):
+def test_what_cannot_be_measured(home, measured, tmp_path, monkeypatch):
     out = tmp_path / "out"
     fitted = ["--topics-from", home / "out" / "lda"]
     few = ["topics", home / "model", "--data", home / "texts", "--out", out, "--split", "train"]
@@ -194,6 +227,7 @@ def test_claim_c6_is_judged_as_the_paper_states_it(closer, contexts, interval, h
     spec.loader.exec_module(experiment)
     found = {"share": closer / contexts, "interval": interval, "p": topics.sign_test(closer, contexts - closer)}
     result = {"against": {PLAIN: found}, "contexts": [None] * contexts,
+              "worded": {PLAIN: found},
               "writers": {writer: {"mean": 0.5, "bits": 0.7} for writer in (RECURRENT, PLAIN)}}  # fmt: skip
     assert experiment.c6(result).holds is holds
 
@@ -201,13 +235,13 @@ def test_claim_c6_is_judged_as_the_paper_states_it(closer, contexts, interval, h
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 
-def test_tables_in_which_text_stays_text(home, tmp_path):
+def test_tables_in_which_text_stays_text(home, measured, tmp_path):
     """Documents full of markup, whose every context has some."""
     evil = "<script>alert(1)</script> | *Anna* [x](y) saw & Anna; then `Anna` he_said_ so & Anna wept. "
     (tmp_path / "texts").mkdir()
     for number in range(4):
         (tmp_path / "texts" / f"<b>{number}.txt").write_text(evil * 20)
-    told = succeed("samples", home / "model", "--data", tmp_path / "texts", "--split", "train", "--contexts", 6,
+    told = succeed("samples", home / "spelling", "--data", tmp_path / "texts", "--split", "train", "--contexts", 6,
                    "--context-tokens", 160, "--new-tokens", 8, "--topics-from", home / "out" / "lda",
                    "--rows", 3, "--out", tmp_path / "out", "--device", "cpu")  # fmt: skip
     page, table = ((tmp_path / "out" / name).read_text() for name in ("samples.html", "samples.md"))

@@ -81,8 +81,9 @@ def continued(name: str, settings: ContinuationSettings, out: Path, *, device: s
         [_text(loaded.tokenizer, ids) for ids in contexts],
         {writer: [_following(loaded.tokenizer, *pair) for pair in zip(contexts, new, strict=True)]
          for writer, new in written.items()},
-        {"model": {"name": name, "window": recurrence.window, "overlap": recurrence.overlap, "kept": recurrence.seen},
-         "plain": settings.plain, "context_tokens": tokens,
+        {"model": {"name": name, "window": recurrence.window, "overlap": recurrence.overlap, "kept": recurrence.seen,
+                   "trained_tokens": _trained(loaded)},
+         "plain": plain and {"name": settings.plain, "trained_tokens": _trained(plain)}, "context_tokens": tokens,
          "data": {"name": documents.name, "split": documents.split, "documents": len(documents)}},
     )  # fmt: skip
 
@@ -103,6 +104,11 @@ def _load(name: str, settings: ContinuationSettings) -> tuple[Loaded, Loaded | N
         )
     check_room(plain.model, 1, settings.new_tokens)
     return loaded, plain
+
+
+def _trained(loaded: Loaded) -> int | None:
+    """How many tokens a model was trained on, if it is a run's."""
+    return None if loaded.run is None else loaded.run.get("tokens")
 
 
 class _Store:

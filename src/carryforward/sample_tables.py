@@ -79,7 +79,7 @@ def tabulate(
 def by_topic(fitted: Topics, found: Continuations) -> list[Row]:
     """For each topic the first context that has more of it than of any other; the commonest topics first."""
     strongest = fitted.distributions(found.contexts).argmax(axis=1)
-    known = np.asarray(fitted.count(found.contexts).sum(axis=1)).ravel() > 0
+    known = fitted.knows(found.contexts)
     divergences, _ = diverging(fitted, found)
     words = fitted.top_words(_WORDS)
     rows = []

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job behind `carryforward topics`: do continuations stay with the topics of their contexts?
 
-The result is plain JSON, without any text but the topics' words. Divergences are in nats.
+The result is plain JSON, without any text but the topics' words. Divergences are in nats. A text without known words
+has all topics alike, which is not far from anything: "nothing" is how far on average, and "worded" compares only where
+both have one.
 
-    {"kind": "topics", "commit": "...", ..., "settings": {...}, "model": {"name": "runs/a", ...}, "plain": "runs/b",
+    {"kind": "topics", "commit": "...", ..., "settings": {...}, "model": {"name": "runs/a", ...}, "plain": {...},
      "data": {...}, "topics": {"documents": 1250, "words": 10000, "top_words": [["sea", ...], ...]},
      "writers": {"recurrent": {"mean": 0.31, "bits": 0.45, "wordless": 3}, "state removed": {...}, "plain": {...}},
-     "against": {"plain": {"difference": -0.02, "interval": [-0.03, -0.01], "closer": 180, ..., "p": 1e-6}, ...},
+     "nothing": 0.32, "against": {"plain": {"difference": -0.02, "interval": [-0.03, -0.01], "closer": 180, ...}, ...},
+     "worded": {...},
      "contexts": [["a.txt", 1200], ...], "divergences": {"recurrent": [0.3, ...], ...}}
 """
 
@@ -41,12 +44,14 @@ def measure(name: str, settings: ContinuationSettings, out: Path, *, device: str
     device = usable_device(device)
     fitted = fitted_topics(settings, out)
     found = continued(name, settings, out, device=device)
-    divergences, wordless = diverging(fitted, found)
-    against = {
-        writer: dataclasses.asdict(topics.compare(divergences[RECURRENT], values, seed=settings.seed))
-        for writer, values in divergences.items()
-        if writer not in (RECURRENT, TEXT)
-    }
+    divergences, known = diverging(fitted, found)
+    others = [writer for writer in divergences if writer not in (RECURRENT, TEXT)]
+    both = {writer: known[RECURRENT] & known[writer] for writer in others}
+
+    def against(writer: str, contexts: Any) -> dict[str, Any]:
+        pair = (divergences[one][contexts] for one in (RECURRENT, writer))
+        return dataclasses.asdict(topics.compare(*pair, seed=settings.seed))
+
     result = {
         "kind": "topics",
         **origin(device),
@@ -54,8 +59,10 @@ def measure(name: str, settings: ContinuationSettings, out: Path, *, device: str
         **found.about,
         "topics": {**fitted.about, "words": len(fitted.vocabulary), "top_words": fitted.top_words()},
         "writers": {writer: {"mean": float(values.mean()), "bits": float(values.mean() / math.log(2)),
-                             "wordless": wordless[writer]} for writer, values in divergences.items()},
-        "against": against,
+                             "wordless": int((~known[writer]).sum())} for writer, values in divergences.items()},
+        "nothing": float(topics.divergence(fitted.distributions(found.contexts), 1 / len(fitted)).mean()),
+        "against": {writer: against(writer, slice(None)) for writer in others},
+        "worded": {writer: against(writer, both[writer]) for writer in others if both[writer].any()},
         "contexts": [[name, int(start)] for name, (_, start) in zip(found.names, found.places, strict=True)],
         "divergences": {writer: [round(value, 5) for value in values] for writer, values in divergences.items()},
     }  # fmt: skip
@@ -98,14 +105,13 @@ def _texts(corpus: Corpus, report: Progress) -> Iterator[str]:
         report(done, corpus.size)
 
 
-def diverging(fitted: Topics, found: Continuations) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """How far from its context each continuation is, by writer; how many have no word that the topics know."""
+def diverging(fitted: Topics, found: Continuations) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """How far from its context each continuation is, by writer, and whether it has a word that the topics know."""
     contexts = fitted.distributions(found.contexts)
     divergences = {
         writer: topics.divergence(contexts, fitted.distributions(texts)) for writer, texts in found.written.items()
     }
-    wordless = {writer: int((fitted.count(texts).sum(axis=1) == 0).sum()) for writer, texts in found.written.items()}
-    return divergences, wordless
+    return divergences, {writer: fitted.knows(texts) for writer, texts in found.written.items()}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -122,6 +128,19 @@ def markdown(result: dict[str, Any]) -> str:
     for writer, one in result["writers"].items():
         cells = [f"{one['mean']:.4f}", f"{one['bits']:.4f}", *_beside(result["against"].get(writer))]
         lines.append(f"| {writer} | {' | '.join(cells)} |")
+    wordless = ", ".join(f"{one['wordless']:,} ({writer})" for writer, one in result["writers"].items())
+    lines += [
+        "",
+        f"Without a word that the topics know, which is {result['nothing']:.4f} nats from a context on average: "
+        f"{wordless}. Where both have one, the recurrent model is closer",
+        "",
+    ]
+    for writer, one in result["worded"].items():
+        low, high = one["interval"]
+        lines.append(
+            f"* than {writer} in {one['share']:.1%} of {one['closer'] + one['farther'] + one['equal']:,} contexts, "
+            f"p = {one['p']:.2g}, {one['difference']:+.4f} nats ({low:+.4f} to {high:+.4f})"
+        )
     words = [f"{number}. {', '.join(top[:SHOWN_WORDS])}" for number, top in enumerate(result["topics"]["top_words"], 1)]
     return "\n".join([*lines, "", f"Topics, fitted on {result['topics']['documents']:,} documents:", "", *words])
 

@@ -54,6 +54,10 @@ class Topics:
 
         return CountVectorizer(vocabulary=self.vocabulary.tolist(), token_pattern=WORD).transform(texts)
 
+    def knows(self, texts: Iterable[str]) -> np.ndarray:
+        """Whether each text has a word of the vocabulary, [texts]."""
+        return np.asarray(self.count(texts).sum(axis=1)).ravel() > 0
+
     def distributions(self, texts: Iterable[str]) -> np.ndarray:
         """The mixture that each text is, [texts, topics]; all topics alike where no word is known."""
         from scipy.special import psi
@@ -187,12 +191,13 @@ def _scikit_learn() -> None:
         raise ImportError("topics need scikit-learn: pip install carryforward[topics]") from error
 
 
-def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """The Jensen-Shannon divergence of distributions, row by row, in nats.
+def divergence(p: np.ndarray, q: np.ndarray | float) -> np.ndarray:
+    """The Jensen-Shannon divergence of distributions, row by row, in nats; a number stands for all topics alike.
 
     >>> divergence(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([[0.0, 1.0], [0.5, 0.5]])).round(4).tolist()
     [0.6931, 0.0]
     """
+    q = np.broadcast_to(q, p.shape)
     middle = (p + q) / 2
     return np.maximum((_relative_entropy(p, middle) + _relative_entropy(q, middle)) / 2, 0.0)
 
