@@ -70,7 +70,8 @@ def c6(result: dict[str, Any]) -> Verdict:
     noise = 1.96 * math.sqrt(SHARE * (1 - SHARE) / len(result["contexts"]))
     told = (
         f"{means[RECURRENT]['mean']:.4f} against {means[PLAIN]['mean']:.4f} nats ({means[RECURRENT]['bits']:.4f} and "
-        f"{means[PLAIN]['bits']:.4f} bits), closer in {found['share']:.1%} of contexts, p = {found['p']:.1g}"
+        f"{means[PLAIN]['bits']:.4f} bits), closer in {found['share']:.1%} of contexts, p = {found['p']:.1g}; "
+        f"where both have a word that the topics know, in {result['worded'][PLAIN]['share']:.1%}"
     )
     if high < 0 and found["share"] >= SHARE and found["p"] < P:
         return Verdict(True, told)
@@ -88,9 +89,10 @@ def tables() -> None:
         verdict = c6(result)
         topic_reports.draw(result, HERE / f"{setting}.png")
         table, _, words = topic_reports.markdown(result).partition("\n\nTopics, ")
-        wordless = ", ".join(f"{one['wordless']} of {writer}" for writer, one in result["writers"].items())
+        trained = [result[one]["trained_tokens"] or 0 for one in ("model", "plain")]
         lines += [f"## {name}", "", f"C6 **{WORDS[verdict.holds]}** here: {verdict.told}.", "", table, ""]
-        lines += [f"Without a word that the topics know: {wordless}.", "", f"![divergences]({setting}.png)", ""]
+        lines += [f"Fine-tuned on {trained[0]:,} tokens; the plain model on {trained[1]:,}.", ""]
+        lines += [f"![divergences]({setting}.png)", ""]
         lines += [sample_tables.markdown(result), "", f"Topics, {words}", ""]
     lines += ["[How it is measured](../../docs/seeing.md). Equal ones count for neither side; intervals are at 95 %."]
     lines += ["", "Written by `python experiments/topics/run.py --tables`."]
