@@ -116,7 +116,7 @@ def test_a_preset(home, tmp_path):
     assert "is recurrent already. Leave --preset out" in refused
 
 
-@pytest.mark.parametrize("verb", ["", "train", "evaluate", "flops", "report"])
+@pytest.mark.parametrize("verb", ["", "train", "evaluate", "topics", "flops", "report"])
 def test_help_needs_no_torch(verb):
     code = (
         "import sys; from carryforward.cli import main\n"

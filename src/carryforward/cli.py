@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from .cli_questions import qa
+from .cli_seeing import samples, topics
 from .data.corpora import PYTHON_DOCS
 from .options import options, spread
 from .plainly import Config, Device, Json, ReportTo, RunFolder, only_cpu, told_plainly
@@ -178,6 +179,10 @@ def horizon(
             write_whole(out / "horizon.json", json.dumps(results, indent=1) + "\n")
             job.draw(results, out / "horizon.png")
         typer.echo(json.dumps(results) if as_json else "\n\n".join(map(job.markdown, results)))
+
+
+app.command()(topics)
+app.command()(samples)
 
 
 @app.command()

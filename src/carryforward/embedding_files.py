@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from huggingface_hub import try_to_load_from_cache
 
 from . import console
 from .embedding import TokenVectors, check_choices, check_text, encode, needs_state
 from .files import written_whole
-from .loading import Loaded, load_recurrent
+from .loading import fingerprint, load_recurrent
 
 FORMATS = (".parquet", ".npy", ".safetensors")
 DOCUMENTS_PER_PART = 64
@@ -87,7 +86,7 @@ def embed(
     arguments["use_state"] = use_state and not loaded.untrained
     encode(loaded.model, [], loaded.tokenizer, **arguments)  # whatever it refuses, before a folder is made
     settings = {
-        "model": name, "fingerprint": _fingerprint(loaded), "output": output, "pooling": pooling, "window": window,
+        "model": name, "fingerprint": fingerprint(name), "output": output, "pooling": pooling, "window": window,
         "overlap": overlap, "use_state": use_state, "text_field": text_field, "id_field": id_field,
     }  # fmt: skip
     done = _begin(parts, settings)
@@ -145,18 +144,6 @@ def _pyarrow() -> Any:
     except ImportError as error:
         raise ValueError("a .parquet file needs pyarrow: pip install carryforward[parquet]") from error
     return pyarrow
-
-
-def _fingerprint(loaded: Loaded) -> list[Any]:
-    """What tells a model from an earlier one of the same name: its files, or its commit on the Hub."""
-    model: Any = loaded.model
-    where = model.name_or_path or model.base.name_or_path  # where recurrence was added, only the base has one
-    if not Path(where).is_dir():
-        cached = try_to_load_from_cache(where, "config.json")
-        return [Path(cached).parent.name] if isinstance(cached, str) else []
-    kinds = (".safetensors", ".bin", ".gguf", ".json", ".model", ".txt")  # weights, config and tokenizer
-    files = sorted(path for path in Path(where).iterdir() if path.suffix in kinds)
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 # --- lines in ------------------------------------------------------------------------------------------------------

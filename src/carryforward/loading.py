@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -131,6 +132,17 @@ def load_tokenizer(name: str) -> Any:
 def load_config(name: str) -> PreTrainedConfig:
     """Load a model's config alone."""
     return load_model(AutoConfig.from_pretrained, name)
+
+
+def fingerprint(name: str) -> list[Any]:
+    """What tells a model from an earlier one of the same name: its files, or its commit on the Hub."""
+    where = Path(_find(name)[0])
+    if not where.is_dir():
+        cached = try_to_load_from_cache(name, "config.json")
+        return [Path(cached).parent.name] if isinstance(cached, str) else []
+    kinds = (".safetensors", ".bin", ".gguf", ".json", ".model", ".txt")  # weights, config and tokenizer
+    files = sorted(path for path in where.iterdir() if path.suffix in kinds)
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def load_model(load: Callable, name: str, **options: Any) -> Any:

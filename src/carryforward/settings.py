@@ -184,3 +184,43 @@ class QuestionSettings(RecurrentSettings):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{flag(name)} {value}: it must be above 0.")
         self.recurrence_fields()
+
+
+def _context(default: Any, help: str) -> Any:
+    return _setting(default, help, "Contexts and what is written after them (the paper's by default)")
+
+
+def _topics(default: Any, help: str) -> Any:
+    return _setting(default, help, "Topics")
+
+
+@dataclass(frozen=True)
+class ContinuationSettings:
+    """Everything that decides what `carryforward topics` and `samples` show."""
+
+    data: str = _setting(
+        PYTHON_DOCS, "wikitext-103, pg19, NAME=FOLDER, a folder of .txt, a .jsonl, a Hub name, or python-docs.", None
+    )
+    split: str = _setting("validation", "Where contexts are drawn: train, validation or test.", None)
+    text_field: str = _setting("text", "The field that holds the text, in JSON lines and Hub data.", None)
+    plain: str | None = _setting(None, "A plain model to compare with; it is given one token.", None)
+
+    contexts: int = _context(300, "How many; the paper has 8000.")
+    context_tokens: int | None = _context(None, "Tokens of a context, which must end with a window (a window).")
+    new_tokens: int = _context(30, "Tokens written after each, the likeliest every time.")
+    batch_size: int = _context(32, "Contexts continued side by side.")
+    bf16: bool = _context(False, "Weights in bfloat16.")
+    seed: int = _context(0, "Of what is drawn: contexts, the start of the fit, the interval.")
+
+    topics: int = _topics(20, "How many are fitted.")
+    fit_on: str = _topics("train", "The split whose documents they are fitted on.")
+    fit_documents: int | None = _topics(None, "The first so many documents of it only.")
+    topics_from: str | None = _topics(None, "Take those that an earlier run fitted: its folder lda.")
+
+    def __post_init__(self) -> None:
+        for name in ("contexts", "context_tokens", "new_tokens", "batch_size", "topics", "fit_documents"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{flag(name)} {value}: it must be at least 1.")
+        if self.seed < 0:
+            raise ValueError(f"--seed {self.seed}: it must be at least 0.")

@@ -70,7 +70,8 @@ def _claims(folder: Path) -> str:
         seeds = sorted({row.seed for part in parts.values() for row in part.rows})
         trained = ". The models scored on WikiText were trained on books" * (articles is found[_TABLE2])
         notes.append(f"* {path.stem}: {'; '.join(texts)}; seeds {', '.join(map(str, seeds))}{trained}.")
-    intro = f"# The paper's claims, here\n\n{_NOTE}\nC6 and C7 are about continuations and question answering.\n"
+    elsewhere = "C6 is on [a page of its own](topics/README.md); C7 is about question answering."
+    intro = f"# The paper's claims, here\n\n{_NOTE}\n{elsewhere}\n"
     if not settings:
         return f"{intro}\nNothing is measured yet.\n"
     if "paper" not in settings:
