@@ -29,20 +29,24 @@ HERE = Path(__file__).parent
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2-small": {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "window": 300},
+    "smollm2-135m": {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+                     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "window": 300},
     "bundled": {"vocab_size": 4096, "n_embd": 256, "n_layer": 7, "n_head": 8, "window": 300},
     "tiny": {"vocab_size": 1000, "n_embd": 64, "n_layer": 4, "n_head": 4, "window": 64},
-}
+}  # fmt: skip
 
 
 MANY: dict[str, Any] = {"slots": 48, "insert_at": "all"}  # a large state
 
 
 def base(shape: str, device: str, **more: Any) -> Any:
-    """A GPT-2 of some shape, without dropout and with random weights: speed does not depend on them."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """A model of some shape, without dropout and with random weights: speed does not depend on them."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     fields = {name: value for name, value in SHAPES[shape].items() if name != "window"}
+    if "hidden_size" in fields:
+        return LlamaForCausalLM(LlamaConfig(**fields, **more)).to(device)
     config = GPT2Config(**fields, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0, **more)
     return GPT2LMHeadModel(config).to(device)
 
@@ -193,7 +197,8 @@ def training(device: str, report: "Report") -> None:
 
 def cost(device: str, report: "Report") -> None:
     """What the state costs a step whose graph is kept: one slot, many at every layer, keys and values that are kept."""
-    for shape, batch, windows in [("gpt2-small", 8, 32)] if device == "cuda" else [("tiny", 8, 16), ("bundled", 4, 8)]:
+    on_gpu, on_cpu = [("gpt2-small", 8, 32), ("smollm2-135m", 8, 20)], [("tiny", 8, 16), ("bundled", 4, 8)]
+    for shape, batch, windows in on_gpu if device == "cuda" else on_cpu:
         fast, tokens = "compiled" if device == "cuda" else "off", batch * windows * SHAPES[shape]["window"]
         about = {"shape": shape, "batch": batch, "windows": windows}
         one = partial(recurrent_step, shape, device, batch, windows, fast, windows)
