@@ -187,7 +187,7 @@ def test_kinds_of_words():
         "name", "inside a word", "inside a word", "other word", "punctuation", "function word", "space",
         "name", "function word", "inside a word", "other word", "punctuation", "punctuation", "name", "inside a word",
     ]  # fmt: skip
-    assert found.keys[8:12] == ["maren", "maren", "maren", "lamp"]
+    assert found.words[8:12] == ["Maren", "Maren", "Maren", "lamp"]
     seen = [words.SEEN[one] for one in found.seen]
     # the second window reads tokens 7 to 13 and answers for 8 to 14; the third reads from 14 on
     assert seen[:8] == ["new"] * 8
@@ -198,11 +198,17 @@ def test_kinds_of_words():
     assert words.SEEN[wider.seen[15]] == "in this window before", "which reads from token 7 on"
 
 
+def test_a_word_that_begins_within_a_token_of_signs():
+    found = words.classify(["Mar", "en", ' "M', "aren", '"'], [])
+    assert [words.KINDS[kind] for kind in found.kinds[2:4]] == ["punctuation", "inside a word"]
+    assert found.seen.tolist() == [words.NEW, words.NEW, words.NEW, words.HERE, words.NEW]
+
+
 def test_sentences_begin_with_capital_letters_that_make_no_name():
     text = "Rain fell. “Wind,” he said. Then rain. Wind and Halden, said Wind. Halden"
     found = words.classify(list(itertools.chain(*([w, " "] for w in text.split(" ")))), [])
-    named = {key for key, kind in zip(found.keys, found.kinds, strict=True) if kind == words.NAME}
-    assert named == {"halden", "wind"}  # “Wind” once stands within a sentence; Rain does not, and is written small
+    named = {key for key, kind in zip(found.words, found.kinds, strict=True) if kind == words.NAME}
+    assert named == {"Halden", "Wind"}  # “Wind” once stands within a sentence; Rain does not, and is written small
 
 
 def test_gains_by_kind_and_token_count_every_token_with_a_state_once():
@@ -216,12 +222,12 @@ def test_gains_by_kind_and_token_count_every_token_with_a_state_once():
     assert sum(row["tokens"] for row in kinds if row["seen"] == "all") == with_state
     assert sum(row["tokens"] for row in kinds if row["seen"] != "all") == with_state
     tokens = by_token(found, told)
-    keyed = [i for i in range(9, len(ids)) if told.keys[i]]
+    keyed = [i for i in range(9, len(ids)) if told.words[i]]
     assert sum(row["tokens"] for row in tokens) == len(keyed)
     best = tokens[0]
     assert best["total"] == max(row["total"] for row in tokens)
-    places = [i for i in keyed if told.keys[i] == best["word"]]
-    assert best["first"] == places[0]
+    places = [i for i in keyed if told.words[i].casefold() == best["word"].casefold()]
+    assert best["places"] == places
     assert best["total"] == pytest.approx(sum(found.gain[i] for i in places))
 
 

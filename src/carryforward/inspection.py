@@ -4,12 +4,14 @@
     found = inspect(model, ids)
     pandas.DataFrame(found.columns())  # a row for each token
     found.attention  # [layers, heads]
-    by_position(found), by_window(found), by_kind(found, words), by_token(found, words)  # rows for a DataFrame
+    summary(found), by_position(found), by_window(found)  # rows for a DataFrame
+    by_kind(found, words), by_token(found, words)  # `words.classify` says what the tokens are
 
 A *gain* is a log-probability with the state minus the one with the state removed, in nats.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +166,19 @@ def inspect(
     )
 
 
+def summary(found: Inspection) -> Row:
+    """The figures of the whole text; gains are those of tokens that are predicted with a state."""
+    gains = found.gain[found.stateful]
+    return {
+        "tokens": len(found.ids),
+        "windows": len(found.windows),
+        "perplexity": found.with_state.perplexity,
+        "perplexity_without": found.without.perplexity,
+        "gain": float(gains.mean()),
+        "helped": float((gains > 0).mean()),
+    }
+
+
 def by_position(found: Inspection) -> list[Row]:
     """Mean gain by position among the tokens that a window answers for, over windows that have a state."""
     position = found.position
@@ -188,13 +203,17 @@ def by_kind(found: Inspection, words: Words) -> list[Row]:
 
 
 def by_token(found: Inspection, words: Words) -> list[Row]:
-    """What the occurrences of each word or sign gain in all, the most first; pieces inside a word count to it."""
+    """What the occurrences of each word or sign gain in all, small and large letters alike, the most first. Pieces
+    inside a word count to it."""
     occurrences: dict[str, list[int]] = {}
     for i in np.flatnonzero(found.stateful).tolist():
-        if words.keys[i]:
-            occurrences.setdefault(words.keys[i], []).append(i)
+        if words.words[i]:
+            occurrences.setdefault(words.words[i].casefold(), []).append(i)
     gain = found.gain
-    rows = [{"word": key, "first": int(places[0]), **_sums(gain[places])} for key, places in occurrences.items()]
+    rows = []
+    for places in occurrences.values():
+        spelt = Counter(words.words[i] for i in places).most_common(1)[0][0]
+        rows.append({"word": spelt, "places": places, **_sums(gain[places])})
     return sorted(rows, key=lambda row: (-row["total"], row["word"]))
 
 

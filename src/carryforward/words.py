@@ -38,11 +38,12 @@ _FUNCTION = frozenset(
 
 @dataclass(frozen=True)
 class Words:
-    """What tokens are, by number, [N]: `kinds` as in KINDS, `seen` as in SEEN; and the word or sign each belongs to."""
+    """What tokens are, by number, [N]: `kinds` as in KINDS, `seen` as in SEEN; and the word or sign each belongs to, as
+    it is written there, without 's and the like."""
 
     kinds: np.ndarray
     seen: np.ndarray
-    keys: list[str]
+    words: list[str]
 
 
 def classify(pieces: Sequence[str], windows: Sequence[Window]) -> Words:
@@ -54,31 +55,32 @@ def classify(pieces: Sequence[str], windows: Sequence[Window]) -> Words:
     words = list(_WORD.finditer(text))
     names = _names(text, words)
     starts = _first_read(windows, len(pieces))
-    kinds, seen, keys = np.full(len(pieces), SPACE), np.full(len(pieces), NEW), [""] * len(pieces)
+    kinds, seen, belongs = np.full(len(pieces), SPACE), np.full(len(pieces), NEW), [""] * len(pieces)
     last: dict[str, int] = {}  # where a word or sign was met last
-    word, before = 0, -1  # the word we are in, and where that was met before
+    word, entered, before = 0, -1, -1  # the next word; the one we are in, and where that was met before
     for i, piece in enumerate(pieces):
         stripped = piece.lstrip()
         if not stripped:
             if not piece and i:  # the rest of a character that the token before begins
-                kinds[i], keys[i], seen[i] = kinds[i - 1], keys[i - 1], seen[i - 1]
+                kinds[i], belongs[i], seen[i] = kinds[i - 1], belongs[i - 1], seen[i - 1]
             continue
         at = int(ends[i]) - len(stripped)
         while word < len(words) and words[word].end() <= at:
             word += 1
         inside = word < len(words) and words[word].start() <= at
-        keys[i] = _stem(words[word]).casefold() if inside else stripped.rstrip()
+        belongs[i] = _stem(words[word]) if inside else stripped.rstrip()
         if not inside:
             kinds[i] = PUNCTUATION
         elif words[word].start() < at:
             kinds[i] = INSIDE
         else:
             kinds[i] = _kind(_stem(words[word]), names)
-        if kinds[i] != INSIDE:
-            before, last[keys[i]] = last.get(keys[i], -1), i
+        if not inside or word != entered:
+            key, entered = belongs[i].casefold(), word if inside else -1
+            before, last[key] = last.get(key, -1), i
         if before >= 0:
             seen[i] = HERE if before >= starts[i] else EARLIER
-    return Words(kinds, seen, keys)
+    return Words(kinds, seen, belongs)
 
 
 def _stem(word: re.Match) -> str:
