@@ -3,6 +3,8 @@
 
 import itertools
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import prose
@@ -16,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import carryforward as cf
 from carryforward import doors, insertion, words
 from carryforward.data.encoding import Encoder
-from carryforward.inspection import by_kind, by_position, by_token, by_window, inspect
+from carryforward.inspection import by_kind, by_position, by_token, by_window, draw, inspect
 from carryforward.scoring import score, token_losses
 from carryforward.windows import schedule
 
@@ -147,6 +149,15 @@ def test_gains_by_position_window_and_table():
     assert sum(row["total"] for row in rows) == pytest.approx(gain[9:].sum())
 
 
+def test_a_figure_of_it():
+    found = inspect(tiny.recurrent("llama", insert_at=(1, 3)), IDS)
+    drawn = draw(found)
+    place, number, heads, _ = drawn.axes
+    np.testing.assert_allclose(place.lines[0].get_ydata(), [row["gain"] for row in by_position(found)])
+    np.testing.assert_allclose([bar.get_height() for bar in number.patches], [row["gain"] for row in by_window(found)])
+    np.testing.assert_array_equal(heads.images[0].get_array().filled(np.nan), found.attention)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -229,6 +240,21 @@ def test_gains_by_kind_and_token_count_every_token_with_a_state_once():
     places = [i for i in keyed if told.words[i].casefold() == best["word"].casefold()]
     assert best["places"] == places
     assert best["total"] == pytest.approx(sum(found.gain[i] for i in places))
+
+
+def test_the_documentations_example_runs(tmp_path, monkeypatch):
+    """As printed; pandas is only ever given rows or columns."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "seeing.md").read_text()
+    (code,) = [code for code in re.findall(r"```python\n(.+?)```", page, re.DOTALL) if "inspect(" in code]
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "tokenizer": prose.tokenizer(),
+        "text": prose.TOPICS[1][:300],
+        "model": tiny.recurrent("gpt2", settings={"vocab_size": prose.VOCABULARY}),
+        "pandas": SimpleNamespace(DataFrame=list),
+    }
+    exec(code, names)
+    assert (tmp_path / "carried.png").stat().st_size > 10_000
 
 
 # --- pieces of a text ------------------------------------------------------------------------------------------------

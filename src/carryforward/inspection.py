@@ -6,6 +6,7 @@
     found.attention  # [layers, heads]
     summary(found), by_position(found), by_window(found)  # rows for a DataFrame
     by_kind(found, words), by_token(found, words)  # `words.classify` says what the tokens are
+    draw(found).savefig("carried.png")
 
 A *gain* is a log-probability with the state minus the one with the state removed, in nats.
 """
@@ -20,6 +21,7 @@ import numpy as np
 
 from . import windows
 from .doors import weights_shown
+from .figure import COLOURS, dress, empty
 from .heads import RecurrentForCausalLM
 from .scoring import Scored, score
 from .windows import Window
@@ -215,6 +217,24 @@ def by_token(found: Inspection, words: Words) -> list[Row]:
         spelt = Counter(words.words[i] for i in places).most_common(1)[0][0]
         rows.append({"word": spelt, "places": places, **_sums(gain[places])})
     return sorted(rows, key=lambda row: (-row["total"], row["word"]))
+
+
+def draw(found: Inspection) -> Any:
+    """A matplotlib figure: gain against position and against window number, attention paid to what is carried."""
+    drawn, (place, number, heads) = empty(3)
+    positions, numbers = by_position(found), by_window(found)
+    place.plot([row["from"] for row in positions], [row["gain"] for row in positions], color=COLOURS[0], marker="o")
+    number.bar([row["window"] + 1 for row in numbers], [row["gain"] for row in numbers], color=COLOURS[0])
+    for axes, across in ((place, "position in the window"), (number, "number of the window")):
+        dress(axes, f"Gain against {across}", across, "gain in nats per token")
+        axes.axhline(0, color="#454545", linewidth=0.8)
+    dress(heads, "Attention paid to what is carried", "head", "layer")
+    layers, count = found.attention.shape
+    edges = (0.5, count + 0.5, layers + 0.5, 0.5)
+    drawn.colorbar(heads.imshow(found.attention, cmap="Blues", aspect="auto", vmin=0, extent=edges), ax=heads)
+    heads.locator_params(integer=True)
+    heads.grid(False)
+    return drawn
 
 
 def _means(found: Inspection, groups: np.ndarray, name: Callable[[int], Row]) -> list[Row]:

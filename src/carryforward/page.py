@@ -25,6 +25,7 @@ _STEPS = 2000  # of a nat; what is less likely than e^-32 is not told apart
 _LISTED = 16  # words that gain or lose most
 _PLACES = 100  # occurrences of one that the page can go to
 _DEEPEST = 0.04  # of all tokens have about the deepest colour
+_SCALES = (0.5, 1, 2, 3, 5)  # gains that have it; none smaller, so that a state that does little looks like it
 
 
 def page(
@@ -73,7 +74,7 @@ def _figures(found: Inspection, pieces: Sequence[str], spelt: Callable[[list[int
         "summary": summary(found),
         "window": found.windows[0].end,
         "overlap": found.windows[0].end - found.windows[1].start,
-        "scale": _round(float(np.quantile(np.abs(found.gain[found.stateful]), 1 - _DEEPEST))),
+        "scale": _scale(found),
         "steps": _STEPS,
         "top": sides[0].top_ids.shape[1],
         "wide": place.itemsize == 4,
@@ -128,10 +129,9 @@ def _packed(numbers: Any, dtype: Any) -> str:
     return base64.b64encode(np.asarray(numbers).astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()
 
 
-def _round(scale: float) -> float:
-    """The nearest of 0.01, 0.02, 0.03, 0.05, 0.1, ..., 5."""
-    steps = [round(step * 10.0**power, 2) for power in (-2, -1, 0) for step in (1, 2, 3, 5)]
-    return min(steps, key=lambda step: abs(step - scale))
+def _scale(found: Inspection) -> float:
+    wanted = np.quantile(np.abs(found.gain[found.stateful]), 1 - _DEEPEST)
+    return min(_SCALES, key=lambda scale: abs(scale - wanted))
 
 
 def _asset(name: str) -> str:
