@@ -176,6 +176,13 @@ def test_what_cannot_be_inspected(change, message):
         inspect(arguments.pop("model"), arguments.pop("ids"), **arguments)
 
 
+def test_weights_that_are_no_numbers():
+    model = tiny.recurrent("llama")
+    torch.nn.init.constant_(model.get_output_embeddings().weight, torch.nan)
+    with pytest.raises(ArithmeticError, match="no finite likelihoods"):
+        inspect(model, IDS)
+
+
 def test_attention_that_cannot_be_watched_is_refused_and_left_as_it_was():
     model = tiny.recurrent("gpt2", settings={"reorder_and_upcast_attn": True})
     before = model._body.config._attn_implementation

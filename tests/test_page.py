@@ -185,7 +185,7 @@ def test_the_command_writes_a_page(models, tmp_path, capsys):
     assert told["perplexity_without"] == pytest.approx(found.without.perplexity)
     assert told["bytes"] == out.stat().st_size
     assert told["commit"] == data["provenance"]["commit"]
-    assert data["title"] == "text.txt"
+    assert "<h1>text.txt</h1>" in out.read_text(encoding="utf-8")
     occur = np.unique([*ids, *found.with_state.top_ids.flat, *found.without.top_ids.flat])
     assert data["vocabulary"] == [loaded.tokenizer.decode([i]) for i in occur]
     np.testing.assert_allclose(np.array(data["attention"][1], float), found.attention[1], atol=2e-5)

@@ -157,6 +157,8 @@ def inspect(
 
     with weights_shown(model._body.config):  # for both: what does not come from the state must not differ
         with_state, without = side(True), side(False)
+    if not np.isfinite([with_state.log_probs[1:], without.log_probs[1:]]).all():
+        raise ArithmeticError("the model gives no finite likelihoods: its weights hold NaN or are far too large.")
     mixed = recurrence.slots and recurrence.pooled_layers == "all"
     return Inspection(
         ids=np.asarray(ids),
@@ -238,8 +240,13 @@ def draw(found: Inspection) -> Any:
 
 
 def _means(found: Inspection, groups: np.ndarray, name: Callable[[int], Row]) -> list[Row]:
-    chosen, gain = found.stateful, found.gain
-    return [{**name(int(group)), **_sums(gain[chosen & (groups == group)])} for group in np.unique(groups[chosen])]
+    chosen = found.stateful
+    present, index = np.unique(groups[chosen], return_inverse=True)
+    counts, totals = np.bincount(index), np.bincount(index, weights=found.gain[chosen])
+    return [
+        {**name(group), "tokens": count, "gain": total / count, "total": total}
+        for group, count, total in zip(present.tolist(), counts.tolist(), totals.tolist(), strict=True)
+    ]
 
 
 def _sums(gains: np.ndarray) -> Row:

@@ -53,7 +53,7 @@ def page(
         "style": style,
         "script": script,
         "windows": _windows(found, pieces),
-        "data": _json({"title": title, "model": model, "provenance": provenance, **_figures(found, pieces, spelt)}),
+        "data": _json({"model": model, "provenance": provenance, **_figures(found, pieces, spelt)}),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
 

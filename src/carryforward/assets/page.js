@@ -89,8 +89,9 @@
     const text = holder.textContent, made = document.createDocumentFragment();
     for (let i = starts(w), at = 0; i < ends[w]; at += lengths[i], i++) {
       const piece = text.slice(at, at + lengths[i]);
-      const space = /^ \S/.test(piece) ? 1 : 0;  // stays uncoloured: it may hang at the end of a line
-      made.append(piece.slice(0, space), tokenElement(i, piece.slice(space)));
+      const spaced = /^ \S/.test(piece);  // the space stays uncoloured: it may hang at the end of a line
+      if (spaced) made.append(" ");
+      made.append(tokenElement(i, spaced ? piece.slice(1) : piece));
     }
     holder.replaceChildren(made);
     holder.dataset.filled = "yes";
@@ -162,16 +163,19 @@
     (block === "start" ? sections[windowOf(i)] : token).scrollIntoView({block, behavior: "instant"});
     show(i);
     markWindow(windowOf(i));
-    if (before >= 0 && windowOf(before) !== windowOf(i)) watcher.unobserve(sections[windowOf(before)]), watcher.observe(sections[windowOf(before)]);
+    if (before >= 0 && windowOf(before) !== windowOf(i)) {  // which may be far away by now: looked at anew
+      watcher.unobserve(sections[windowOf(before)]);
+      watcher.observe(sections[windowOf(before)]);
+    }
   }
 
-  const text = byId("document");
-  text.addEventListener("pointerover", (event) => {
+  const reading = byId("document");
+  reading.addEventListener("pointerover", (event) => {
     const token = event.target.closest(".token");
     if (token) show(Number(token.dataset.i));
   });
-  text.addEventListener("pointerleave", () => { if (current >= 0) show(current); });
-  text.addEventListener("click", (event) => {
+  reading.addEventListener("pointerleave", () => { if (current >= 0) show(current); });
+  reading.addEventListener("click", (event) => {
     const token = event.target.closest(".token");
     if (token && getSelection().isCollapsed) go(Number(token.dataset.i));
   });
@@ -219,7 +223,7 @@
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open || !(event.key in keys)) return;
     const onToken = document.activeElement.classList.contains("token");
-    if (event.key.startsWith("Arrow") && !onToken && (event.key === "ArrowUp" || event.key === "ArrowDown")) return;  // scrolls
+    if (!onToken && (event.key === "ArrowUp" || event.key === "ArrowDown")) return;  // they scroll
     event.preventDefault();
     keys[event.key]();
   });
