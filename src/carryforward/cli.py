@@ -186,6 +186,30 @@ app.command()(samples)
 
 
 @app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A recurrent model: a run, a folder or a Hub name.")],
+    text: Annotated[str, typer.Option(help="A text file, or - for standard input.")],
+    out: Annotated[Path, typer.Option(help="The page to write: report.html.")],
+    top: Annotated[int, typer.Option(help="Alternatives shown for each token, with the state and without.")] = 5,
+    overlap: Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="The first so many tokens of the text.")] = None,
+    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """See what is carried: a page that shows a text coloured by how much the state helped each token."""
+    with told_plainly():
+        from .inspecting import write_page
+
+        done = write_page(model, text, out, top=top, overlap=overlap, max_tokens=max_tokens, bf16=bf16, device=device)
+        told = (
+            f"{out}: {done['tokens']:,} tokens in {done['windows']:,} windows, perplexity {done['perplexity']:,.2f} "
+            f"with the state, {done['perplexity_without']:,.2f} without"
+        )
+        typer.echo(json.dumps(done) if as_json else told)
+
+
+@app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="A run, a folder or a Hub name; recurrent, or plain.")] = BUNDLED,
     source: Annotated[str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.")] = None,

@@ -5,8 +5,9 @@ Every attention module of transformers calls a function that it finds by the nam
 keys and values and all keywords that came down to it. Under names of our own are the usual functions with a door.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,20 +24,23 @@ class Door:
         earlier: keys and values that every query sees.
         slots: how many of the positions are the state's, which are not the window's.
         noted: the window's keys and values, if `noting`.
+        paid: the attention that each query pays to all that is carried, [B, heads, T], if `watching`.
     """
 
-    def __init__(self, earlier: tuple[Tensor, Tensor] | None, slots: int, noting: bool):
+    def __init__(self, earlier: tuple[Tensor, Tensor] | None, slots: int, noting: bool, watching: bool = False):
         self.earlier = earlier
         self.slots = slots
         self.noting = noting
+        self.watching = watching
         self.noted: tuple[Tensor, Tensor] | None = None
+        self.paid: Tensor | None = None
 
 
 def open_doors(config: Any) -> None:
     """Let keys and values pass in and out: the model's attention by the name under which it has a door."""
     used = config._attn_implementation
     if getattr(config, "reorder_and_upcast_attn", False):  # which GPT-2 does under the name of eager alone
-        raise ValueError("Keys and values cannot be kept with reorder_and_upcast_attn=True: set it to False.")
+        raise ValueError("Keys and values cannot be carried or watched with reorder_and_upcast_attn=True: use False.")
     if f"{_DOOR}{used}" in _DOORS:
         config._attn_implementation = f"{_DOOR}{used}"
     elif used not in _DOORS:
@@ -44,6 +48,18 @@ def open_doors(config: Any) -> None:
             f"attn_implementation={used!r} cannot show kept keys and values to every query. "
             'Call set_attn_implementation("sdpa") ("eager" works too).'
         )
+
+
+@contextlib.contextmanager
+def weights_shown(config: Any) -> Iterator[None]:
+    """While attention is to be watched: the one of the model's own that says how much is paid to what, with a door."""
+    used = config._attn_implementation
+    config._attn_implementation = "eager"
+    try:
+        open_doors(config)
+        yield
+    finally:
+        config._attn_implementation = used
 
 
 def plain_name(implementation: str) -> str:
@@ -76,10 +92,27 @@ def _attend(
         return attend(module, query, key, value, mask, **kwargs)
     if door.noting:
         door.noted = key[:, :, door.slots :], value[:, :, door.slots :]
-    if door.earlier is None:
+    output, weights, *rest = _attend_earlier(attend, module, query, key, value, mask, door.earlier, **kwargs)
+    if door.watching:
+        carried = door.slots + (0 if door.earlier is None else door.earlier[0].shape[2])  # they come first
+        door.paid = weights[:, :, door.slots :, :carried].float().sum(dim=-1)
+    return output, weights, *rest
+
+
+def _attend_earlier(
+    attend: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    earlier: tuple[Tensor, Tensor] | None,
+    **kwargs: Any,
+) -> Any:
+    if earlier is None:
         return attend(module, query, key, value, mask, **kwargs)
-    count = door.earlier[0].shape[2]
-    key, value = (torch.cat([old.to(new), new], dim=2) for old, new in zip(door.earlier, (key, value), strict=True))
+    count = earlier[0].shape[2]
+    key, value = (torch.cat([old.to(new), new], dim=2) for old, new in zip(earlier, (key, value), strict=True))
     if mask is not None:
         mask = pad(mask, (count, 0), value=True if mask.dtype == torch.bool else 0.0)
         return attend(module, query, key, value, mask, **kwargs)

@@ -218,10 +218,12 @@ class Carry:
         earlier: for each layer, keys and values of earlier positions, each [B, heads, n, d].
         before: the same as the state has them.
         noting: whether keys and values of the window are wanted.
+        watching: whether it is wanted how much attention is paid to what enters (within `doors.weights_shown`).
         held: in generation, for each layer, how many of a cache's first places are the state's.
         seen: [B]; which rows see those.
         outputs: filled by the call: each layer's output [B, T, k].
         noted: filled by the call: each layer's keys and values, each [B, heads, T, d].
+        paid: filled by the call: for each layer that something enters, the attention paid to it, [B, heads, T].
     """
 
     def __init__(self) -> None:
@@ -229,10 +231,12 @@ class Carry:
         self.earlier: dict[int, tuple[Tensor, Tensor]] = {}
         self.before: Tensor | None = None
         self.noting = False
+        self.watching = False
         self.held: dict[int, int] = {}
         self.seen: Tensor | None = None
         self.outputs: dict[int, Tensor] | None = {}
         self.noted: dict[int, tuple[Tensor, Tensor]] = {}
+        self.paid: dict[int, Tensor] = {}
 
     def take_outputs(self) -> list[Tensor]:
         """The outputs of layers 1 to L, once; layers that are run again for the backward pass find no room to write."""
@@ -293,9 +297,10 @@ def _enter(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs:
         more["held"] = carry.held[number], carry.seen
     if number in carry.slots:
         more["slots"] = _normed(layer, norm, carry.slots[number])
-    if carry.noting or number in carry.earlier:
+    entered = number in carry.slots or number in carry.earlier
+    if carry.noting or number in carry.earlier or (carry.watching and entered):
         count = more["slots"].shape[1] if "slots" in more else 0
-        more["door"] = Door(carry.earlier.get(number), count, carry.noting)
+        more["door"] = Door(carry.earlier.get(number), count, carry.noting, carry.watching and entered)
     return args, {**kwargs, **more}
 
 
@@ -316,6 +321,8 @@ def _collect(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any],
         carry.outputs[number] = output
         if carry.noting:
             carry.noted[number] = kwargs["door"].noted
+        if carry.watching and "door" in kwargs and kwargs["door"].watching:
+            carry.paid[number] = kwargs["door"].paid
 
 
 def _prepend(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

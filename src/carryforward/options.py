@@ -17,9 +17,10 @@ def spread(arguments: list[str]) -> list[str]:
     """`--overlap 0 5 10` as `--overlap 0 --overlap 5 --overlap 10`, for the options that take several values."""
     numbers = ("--overlap", "--learning-rate", "--recurrence-learning-rate", "--insert-at", "--hidden-sizes",
                "--depth")  # fmt: skip
+    words = ("--cell", "--text") if arguments[:1] == ["demo"] else ("--cell",)  # elsewhere --text is one file
     several = {
         **dict.fromkeys(numbers, _is_number),
-        **dict.fromkeys(("--text", "--cell"), lambda argument: not argument.startswith("-")),
+        **dict.fromkeys(words, lambda argument: not argument.startswith("-")),
     }
     spread: list[str] = []
     option = ""

@@ -96,6 +96,11 @@ class Recurrence(nn.Module):
         assert self.keeping is not None, "a state is pooled or kept"
         return self.keeping.like
 
+    @property
+    def layer_weights(self) -> Tensor:
+        """w = softmax(α) of equation 1, [L], where all layers are mixed."""
+        return self.layer_logits.softmax(dim=0)
+
     def pool(self, layers: Sequence[Tensor]) -> Tensor:
         """Equation 1 and its alternatives: the chosen layers, each [B, P, k], to [B, S, m]."""
         if self.config.pooling == "mean":
@@ -116,7 +121,7 @@ class Recurrence(nn.Module):
         """Σ w_ℓ h^(ℓ) with w = softmax(α), or the layers side by side where they are not mixed."""
         if self.config.pooled_layers != "all":
             return torch.cat(list(layers), dim=-1)
-        weights = self.layer_logits.softmax(dim=0).to(layers[0].dtype)
+        weights = self.layer_weights.to(layers[0].dtype)
         total = weights[0] * layers[0]
         for weight, layer in zip(weights[1:], layers[1:], strict=True):
             total = total + weight * layer

@@ -2,21 +2,103 @@
 """What a model makes of each token, and how far back its state helps: the numbers behind the figures."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from . import checks
+from . import bptt, checks
 from .data.samples import collate, sample
 from .heads import RecurrentForCausalLM
 from .modeling import evaluating
-from .reading import IGNORE
+from .program import Program
+from .reading import IGNORE, Cell
+from .windows import Window
 
 
 def _nothing(scored: int) -> None:
     """No bar."""
+
+
+@dataclass
+class Scored:
+    """Windows that were read together, and what the model makes of the tokens they answer for.
+
+    Attributes:
+        documents: which one each window is of.
+        logits: at n positions, [b, n, V], in float32.
+        targets: the token behind each position, [b, n]; -100 where another window answers for it, or none.
+        paid: for each layer that the state enters, the attention paid to it at these positions, [b, heads, n], if that
+            is watched and there is a state.
+    """
+
+    documents: list[int]
+    windows: list[Window]
+    logits: Tensor
+    targets: Tensor
+    paid: dict[int, Tensor] = field(default_factory=dict)
+
+    def losses(self) -> Tensor:
+        """The negative log-likelihood of every target, [b, n], in nats."""
+        return F.cross_entropy(self.logits.transpose(1, 2), self.targets, reduction="none", ignore_index=IGNORE)
+
+    def put(self, values: Tensor, into: Sequence[np.ndarray]) -> None:
+        """Write what belongs to the targets, [b, n, ...], where they stand in arrays of their documents."""
+        found, scored = values.cpu().numpy(), (self.targets != IGNORE).cpu().numpy()
+        for row, (document, window) in enumerate(zip(self.documents, self.windows, strict=True)):
+            into[document][window.score_from : window.score_to] = found[row, scored[row]]
+
+
+def score(
+    model: RecurrentForCausalLM,
+    documents: Sequence[Any],
+    take: Callable[[Scored], object],
+    *,
+    overlap: int | None = None,
+    use_state: bool = True,
+    watch: bool = False,
+    batch_size: int = 8,
+    progress: Callable[[int], object] = _nothing,
+) -> None:
+    """Read documents and hand out what becomes of them, window by window; nothing of a window is kept.
+
+    Args:
+        documents: token ids of each.
+        take: called with the windows that were read together.
+        overlap: another than the model was made for.
+        use_state: False removes the state.
+        watch: also say how much attention is paid to the state, for which `doors.weights_shown` is needed.
+        batch_size: documents read side by side.
+        progress: called with the number of tokens just scored.
+    """
+    overlap = _overlap(model, overlap)
+    order = sorted((i for i in range(len(documents)) if len(documents[i]) > 1), key=lambda i: -len(documents[i]))
+
+    def read(rows: list[int]) -> None:
+        batch = collate([sample(documents[i], 0, len(documents[i]), 0) for i in rows])
+        ids, mask, labels = (batch[name].to(model.device) for name in ("input_ids", "attention_mask", "labels"))
+        reading = model._plan(ids, mask, labels, None, overlap=overlap, use_state=use_state, outputs=False, final=False)
+
+        def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
+            carry = inputs["carry"]
+            carry.watching = watch
+            start, targets = reading.scored(cell)
+            logits = model._outputs(inputs, start, cell.width).float()
+            paid = {layer: attention[:, :, start:] for layer, attention in carry.paid.items()}
+            take(Scored([rows[row] for row in cell.rows], cell.windows, logits, targets.to(logits.device), paid))
+            progress(sum(window.score_to - window.score_from for window in cell.windows))
+            return ()
+
+        program, table = Program(model, reading, emit), model._table(reading.before)
+        for cell in reading.cells:
+            _, table = program.advance(cell, table, head=True)
+
+    with evaluating(model), torch.inference_mode():
+        for begin in range(0, len(order), batch_size):
+            read(order[begin : begin + batch_size])
 
 
 def token_losses(
@@ -30,39 +112,13 @@ def token_losses(
 ) -> list[np.ndarray]:
     """The negative log-likelihood of every token, in nats: an array for each document, NaN at its first token.
 
-    Args:
-        documents: token ids of each.
-        overlap: another than the model was made for.
-        use_state: False removes the state.
-        batch_size: documents read side by side.
-        progress: called with the number of tokens just scored.
+    The arguments are those of `score`.
     """
-    overlap = _overlap(model, overlap)
-    stride = model.config.recurrence.window - overlap
     losses = [np.full(len(document), np.nan) for document in documents]
-    order = sorted((i for i in range(len(documents)) if len(documents[i]) > 1), key=lambda i: -len(documents[i]))
-    with evaluating(model), torch.inference_mode():
-        for begin in range(0, len(order), batch_size):
-            rows, state, start = order[begin : begin + batch_size], None, 0
-            while rows:
-                # a window, then what each one adds; it is finished with the token behind it
-                stop = start + stride + (overlap + 1 if start == 0 else 0)
-                batch = collate([sample(documents[i], start, stop, start) for i in rows])
-                ids, mask = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
-                out = model(ids, attention_mask=mask, state=state, overlap=overlap, use_state=use_state)
-                following = collate([sample(documents[i], start + 1, stop + 1, start + 1) for i in rows])["input_ids"]
-                width = following.shape[1]  # one less where all documents end here
-                nats = F.cross_entropy(
-                    out.logits[:, :width].flatten(0, 1).float(), following.flatten().to(ids.device), reduction="none"
-                )
-                found = nats.view(len(rows), width).double().cpu().numpy()
-                for row, i in enumerate(rows):
-                    count = min(len(documents[i]), stop + 1) - start - 1
-                    losses[i][start + 1 : start + 1 + count] = found[row, :count]
-                    progress(count)
-                alive = [row for row, i in enumerate(rows) if len(documents[i]) > stop + 1]
-                rows, state = [rows[row] for row in alive], out.state[alive] if alive else None
-                start = stop
+    score(
+        model, documents, lambda scored: scored.put(scored.losses(), losses),
+        overlap=overlap, use_state=use_state, batch_size=batch_size, progress=progress,
+    )  # fmt: skip
     return losses
 
 

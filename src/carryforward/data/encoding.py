@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,29 @@ class Encoder:
                     assert span is not None, "only special tokens stand for no text"
                     text = text[: span[1]]
                 yield self._counted(ids, text)
+
+    def pieces(self, text: str) -> tuple[np.ndarray, list[str]]:
+        """Token ids of a text, and the stretch of it that each stands for: one behind the other they are the text. A
+        character that takes several tokens is the first one's; white space that no token stands for, the next one's."""
+        if self._fast is None:
+            ids = self._encode_slowly(text).ids
+            return ids, self.spelt(ids.tolist())
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        ends = accumulate((end for _, end in encoding.offsets[: self.max_tokens]), max, initial=0)
+        return (
+            np.array(encoding.ids[: self.max_tokens], dtype=self.dtype),
+            [text[begin:end] for begin, end in pairwise(ends)],
+        )
+
+    def spelt(self, ids: Sequence[int]) -> list[str]:
+        """Each token as it reads behind another: with the space in front of it, if it has one."""
+
+        def decode(*tokens: int) -> str:
+            return self._slow.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+        other = self._slow.convert_tokens_to_ids(self._slow.tokenize("a"))[-1]
+        before = len(decode(other))
+        return [decode(other, token)[before:] for token in ids]
 
     def _encode_slowly(self, text: str) -> Encoded:
         ids = self._slow.convert_tokens_to_ids(self._slow.tokenize(text))

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job behind `carryforward inspect`: a recurrent model and a text in, a page to look at out."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import console
+from .data import texts
+from .data.encoding import Encoder
+from .files import write_whole
+from .inspection import inspect, summary
+from .loading import load_causal, usable_device
+from .page import page
+from .provenance import provenance
+
+
+def write_page(
+    name: str,
+    source: str,
+    out: Path,
+    *,
+    top: int = 5,
+    overlap: int | None = None,
+    max_tokens: int | None = None,
+    bf16: bool = False,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Write the page of a text; gives back the figures of the whole text.
+
+    Args:
+        source: a text file, or - for standard input.
+        max_tokens: use only so many of the text's first tokens.
+    """
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}. Make it first.")
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder. Give the name of a file, such as {out / 'report.html'}.")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"--max-tokens {max_tokens}: it must be at least 1.")
+    title, text = _read(source)
+    device = usable_device(device)
+    loaded = load_causal(name)
+    if not loaded.recurrent:
+        raise ValueError(
+            f"{name} is a plain model: it has no state to look at. Make it recurrent with `carryforward add` or "
+            "`carryforward train`."
+        )
+    model: Any = loaded.model.to(device)  # type: ignore[arg-type]
+    encoder = Encoder(loaded.tokenizer, max_tokens)
+    ids, pieces = encoder.pieces(text)
+    with (
+        console.Bar(f"reading {title}", 2 * max(len(ids) - 1, 1), "tokens") as bar,
+        torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bf16),
+    ):
+        found = inspect(model, ids, top=top, overlap=overlap, progress=bar.advance)
+    origin = provenance(device)
+    short = Path(name).name
+    write_whole(out, page(found, pieces, encoder.spelt, title=title, model=short, provenance=origin))
+    return {
+        "kind": "inspection",
+        **origin,
+        "model": short,
+        "text": title,
+        "settings": {"top": top, "overlap": overlap, "max_tokens": max_tokens, "bf16": bf16},
+        **summary(found),
+        "page": str(out),
+        "bytes": out.stat().st_size,
+    }
+
+
+def _read(source: str) -> tuple[str, str]:
+    """What to call a text, and the text."""
+    if source == "-":
+        title, text = "standard input", texts.decode(sys.stdin.buffer.read(), "standard input")
+    else:
+        title, text = Path(source).name, texts.read(Path(source))
+    if not text.strip():
+        raise ValueError(f"{title} is empty or only white space. Give a file with text in it.")
+    return title, text
