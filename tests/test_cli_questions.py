@@ -125,10 +125,12 @@ def test_answers_from_a_file_and_from_standard_input(trained, tmp_path, monkeypa
     ask = ["qa", "answer", trained, "--question", "What follows the?"]
     told = succeed(*ask, "--document", tmp_path / "text.txt", "--top-k", 3)
     assert told.out.count("characters") == 3
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    text = text.replace("\n", "\r\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     found = json.loads(succeed(*ask, "--document", "-", "--json").out)
-    assert found[0]["text"] == text[found[0]["start"] : found[0]["end"]]
-    assert found[0]["text"] in told.out
+    assert found[0]["text"] == text[found[0]["start"] : found[0]["end"]], "line ends are characters as well"
+    (tmp_path / "text.txt").write_bytes(text.encode())
+    assert json.loads(succeed(*ask, "--document", tmp_path / "text.txt", "--json").out) == found
 
 
 def test_what_goes_wrong_is_said(home, trained, tmp_path):
@@ -138,6 +140,9 @@ def test_what_goes_wrong_is_said(home, trained, tmp_path):
     assert "has no question-answering head" in fail("qa", "answer", home / "masked", *ask[3:], "?", code=2)
     (tmp_path / "empty.txt").write_text(" \n")
     assert "document is empty" in fail(*ask[:3], "--document", tmp_path / "empty.txt", "--question", "?", code=2)
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    latin = fail(*ask[:3], "--document", tmp_path / "latin.txt", "--question", "?", code=2)
+    assert "latin.txt is not UTF-8" in latin
     (tmp_path / "other.json").write_text("[1]")
     other = command(home, "--out", tmp_path / "own")
     other[other.index(home / "questions.json")] = tmp_path / "other.json"
@@ -161,11 +166,12 @@ def test_a_question_that_cannot_be_asked_is_named(home, tmp_path):
     long = questions(3)
     long["data"][0]["paragraphs"][1]["qas"][0]["question"] = "Why? " * 60
     (tmp_path / "long.json").write_text(json.dumps(long))
-    message = fail(
-        "qa", "train", "--model", home / "model", "--data", tmp_path / "long.json", "--validation-data",
-        home / "few.json", *TRAIN, "--out", tmp_path / "own", code=2,
-    )  # fmt: skip
-    assert "question 1-5 has" in message
+    for data, validation in (("long", "few"), ("few", "long")):  # before anything is trained
+        files = ["--data", data, "--validation-data", validation]
+        files = [{"long": tmp_path / "long.json", "few": home / "few.json"}.get(one, one) for one in files]
+        message = fail("qa", "train", "--model", home / "model", *files, *TRAIN, "--out", tmp_path / "own", code=2)
+        assert "question 1-5 has" in message
+        assert not (tmp_path / "own").exists()
 
 
 def test_lost_answers_are_counted(home, tmp_path):

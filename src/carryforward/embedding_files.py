@@ -20,7 +20,8 @@ import numpy as np
 from huggingface_hub import try_to_load_from_cache
 
 from . import console
-from .embedding import TokenVectors, check_choices, check_text, encode, needs_state
+from .data.encoding import check_text
+from .embedding import TokenVectors, check_choices, encode, needs_state
 from .files import written_whole
 from .loading import Loaded, load_recurrent
 
