@@ -61,6 +61,14 @@ def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):
         tiny.assert_same_gradients(found, expected)
 
 
+def test_smaller_windows_take_no_more_than_larger_ones():
+    model = tiny.recurrent("gpt2", overlap=0, keep_windows="auto")
+    passes(model, tiny.documents(3, 49))
+    assert passes(model)[1] == WINDOWS, "fewer rows"
+    assert passes(model, IDS[:, :-3])[1] == WINDOWS, "a shorter last window"
+    assert passes(model, tiny.documents(4, 49))[1] == 2 * WINDOWS - 1
+
+
 def test_a_window_takes_what_its_graph_holds():
     """Counted without the weights, so that twice the rows take nearly twice as much."""
     model = tiny.recurrent("gpt2", overlap=0)

@@ -157,6 +157,9 @@ def test_special_tokens_of_a_pair():
         ({"question_ids": [[5]], "start_positions": torch.tensor([20]), "end_positions": torch.tensor([20])},
          "start_positions: row 0 has 20, which is no token of the document"),
         ({"question_ids": [[5]], "start_positions": torch.tensor([2])}, "end_positions is missing"),
+        ({"question_ids": [[5]], "attention_mask": (torch.arange(20) < 15).long()[None],
+          "start_positions": torch.tensor([3]), "end_positions": torch.tensor([15])},
+         "end_positions: row 0 has 15, which is no token of the document"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(arguments, message):

@@ -2,13 +2,15 @@
 """How many windows may keep their activations: as many as asked for, or as there is memory for."""
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+Kind = tuple[Any, ...]  # how many rows and positions a window has, then whatever else decides what it takes
 SHARE = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is free; others want some too
 TO_COME = 12  # bytes for each trained parameter: its gradient and Adam's two averages may not be there yet
 
@@ -24,25 +26,37 @@ class Allowance:
     def __init__(self) -> None:
         self.keep: int | Literal["auto"] = 0
         self.held = 0
-        self._sizes: dict[Hashable, int] = {}
+        self._sizes: dict[Kind, int] = {}
 
-    def windows(self, kinds: Sequence[Hashable], parameters: Sequence[nn.Parameter], device: torch.device) -> int:
+    def windows(self, kinds: Sequence[Kind], parameters: Sequence[nn.Parameter], device: torch.device) -> int:
         """How many windows keep their graph, counted from the first of these."""
         if self.keep != "auto":
             return min(self.keep, len(kinds))
         to_come = TO_COME * sum(parameter.numel() for parameter in parameters)
         left = SHARE.get(device.type, 0.0) * (available(device) + self.held - to_come)
         for count, kind in enumerate(kinds):
-            left -= self._sizes.get(kind, torch.inf)  # one that was not measured yet is run twice, and measured then
+            left -= self._most(kind)  # of one that nothing is known of, all: it is run twice, and measured then
             if left < 0:
                 return count
         return len(kinds)
 
-    def size(self, kind: Hashable) -> int:
+    def _most(self, kind: Kind) -> float:
+        """What a window takes: as measured, or at most what one of more rows and positions did. Batches of ragged
+        documents have windows of ever new sizes."""
+        if kind in self._sizes:
+            return self._sizes[kind]
+        larger = (
+            size
+            for known, size in self._sizes.items()
+            if known[2:] == kind[2:] and all(a >= b for a, b in zip(known[:2], kind[:2], strict=True))
+        )
+        return min(larger, default=math.inf)
+
+    def size(self, kind: Kind) -> int:
         return self._sizes.get(kind, 0)
 
     @contextlib.contextmanager
-    def measuring(self, kind: Hashable, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def measuring(self, kind: Kind, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Note what a window's graph holds on to, when windows of its kind are run with one for the first time."""
         if self.keep != "auto" or kind in self._sizes:
             yield
