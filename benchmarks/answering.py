@@ -7,8 +7,8 @@ positions as the document needs. Weights are random and no dropout is drawn: nei
 time; a word is 1.3 tokens; tokenising is left out on both sides, the search for the best stretch is not.
 
 The peak is what was in use at most above weights (and, in training, gradients), as in `memory.py`: a GPU's allocator
-counts it, and on a CPU every case has a process of its own, whose resident set it is. What makes that figure sharp makes
-programs slow, so time is taken in another.
+counts it, and on a CPU every case has a process of its own, whose resident set it is. What makes that figure sharp
+makes programs slow, so time is taken in another.
 
     python benchmarks/answering.py --device cuda         # RoBERTa-base's shape, bfloat16: a minute on one H200
     python benchmarks/answering.py --device cpu          # MiniLM's widths

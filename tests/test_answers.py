@@ -18,8 +18,8 @@ import carryforward as cf
 from carryforward import answering
 from carryforward.answer_scores import normalised, score
 from carryforward.answering import answer_all, ask, best
-from carryforward.data.joining import join_passages
-from carryforward.data.questions import Answer, Question, read_questions
+from carryforward.data.joining import join_files, join_passages
+from carryforward.data.questions import Answer, Question, read_questions, write_questions
 
 CORPORA = Path(__file__).resolve().parents[2] / "shared" / "corpora"
 
@@ -146,6 +146,36 @@ def test_passages_are_joined_around_the_answer():
     assert "Another W1X" not in join_passages(same, 500)[1].document, "which would be a second answer"
 
 
+def test_what_is_set_aside_shares_no_passage(tmp_path):
+    files = []
+    for name in "ab":
+        files.append(tmp_path / f"{name}.json")
+        passages = [f"Passage {name}{n} has the word w{name}{n}x in it." for n in range(20)]
+        write(files[-1], {"data": [{"paragraphs": [
+            {"context": text, "qas": [{"id": f"{name}{n}{i}", "question": "Which?", "answers": [
+                {"text": f"w{name}{n}x", "answer_start": text.index("w" + name)}]} for i in range(3)]}
+            for n, text in enumerate(passages)]}]})  # fmt: skip
+    train, test = join_files(files, 30, set_aside=31, seed=2)
+    assert (len(train), len(test)) == (120 - 33, 33), "passages stay whole"
+    for side in (train, test):
+        write_questions(side, tmp_path / "out.json")
+        assert read_questions(tmp_path / "out.json") == sorted(
+            side, key=lambda q: [o.document for o in side].index(q.document)
+        )
+        assert all(q.document[slice(*q.place)] == f"w{q.id[:-1]}x" for q in side)
+        assert not any(f"wa{n}x" in q.document for q in side for n in range(20) if q.id[0] == "b"), "of one file"
+    shared = [{part for question in side for part in question.document.split("\n\n")} for side in (train, test)]
+    assert not shared[0] & shared[1]
+    assert len(shared[0] | shared[1]) == 40
+    assert join_files(files, 30)[1] == []
+    with pytest.raises(ValueError, match="too few to set that many aside"):
+        join_files(files, 30, set_aside=121)
+    with pytest.raises(ValueError, match="several questions have the id a00"):
+        write_questions([*train, *join_files(files, 30)[0]], tmp_path / "out.json")
+    with pytest.raises(ValueError, match="question q: SQuAD's format has no answer 'yes'"):
+        write_questions([Question("q", "?", "Text.", (Answer("yes"),), "yes", "hotpotqa")], tmp_path / "out.json")
+
+
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +224,9 @@ def test_the_best_spans_of_all():
     spans = [one for one in found if one.kind == "span"]
     assert len(spans) == len(every) == 33
     assert [(one.start, one.end) for one in spans] == [(2 * i, 2 * j + 1) for _, i, j in every]
-    assert [one.probability for one in spans] == pytest.approx([float(p[2][0]) * v / total for v, _, _ in every])
+    assert [one.probability for one in spans] == pytest.approx(
+        [float(p[2][0]) * v / total for v, _, _ in every], rel=1e-5
+    )
     assert [one.kind for one in found[33:]] == ["yes", "no"]
     assert sum(one.probability for one in found) == pytest.approx(1)
     assert all(document[one.start : one.end] == one.text for one in spans)

@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 import carryforward as cf
+from carryforward.data.questions import read_questions
 from carryforward.question_trainer import QuestionTrainer, QuestionTrainingArguments
 from carryforward.settings import QuestionSettings
 
@@ -131,6 +132,18 @@ def test_answers_from_a_file_and_from_standard_input(trained, tmp_path, monkeypa
     assert found[0]["text"] == text[found[0]["start"] : found[0]["end"]], "line ends are characters as well"
     (tmp_path / "text.txt").write_bytes(text.encode())
     assert json.loads(succeed(*ask, "--document", tmp_path / "text.txt", "--json").out) == found
+
+
+def test_passages_are_joined_to_files(home, tmp_path):
+    train, test = tmp_path / "joined/train.json", tmp_path / "joined/test.json"
+    told = succeed("qa", "join", home / "questions.json", "--words", 200, "--out", train, "--test", test,
+                   "--test-questions", 20)  # fmt: skip
+    counts = [len(read_questions(path)) for path in (train, test)]
+    assert 20 <= counts[1] < 25
+    assert sum(counts) == len(read_questions(home / "questions.json"))
+    assert f"train.json: {counts[0]} questions, " in told.out
+    told = succeed("qa", "join", home / "few.json", "--words", 900, "--out", train)
+    assert "documents are shorter than 900 words" in told.err
 
 
 def test_what_goes_wrong_is_said(home, trained, tmp_path):

@@ -207,7 +207,7 @@ def _spans(starts: Tensor, ends: Tensor, count: int, longest: int) -> list[tuple
     following = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(
         0, longest, 1
     )  # [N, longest]: from each token on
-    scores = (starts[:, None] + following).double().flatten().softmax(0)
-    shares, places = scores.topk(min(count, int(scores.count_nonzero())))
-    found = zip(places.tolist(), shares.tolist(), strict=True)
+    scores = (starts[:, None] + following).flatten()
+    best, places = scores.topk(min(count, int(scores.isfinite().sum())))
+    found = zip(places.tolist(), (best - scores.logsumexp(0)).exp().tolist(), strict=True)
     return [(place // longest, place // longest + place % longest, share) for place, share in found]

@@ -115,3 +115,32 @@ def evaluate(
             seed=seed, device=device,
         )  # fmt: skip
         typer.echo(json.dumps(results) if as_json else answer_reports.markdown(results))
+
+
+@qa.command()
+def join(
+    files: Annotated[list[Path], typer.Argument(help="SQuAD's JSON, or rows of it; .gz and .xz are read too.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="File to write, in SQuAD's format.")],
+    words: Annotated[int, typer.Option(min=1, help="Words of a document.")] = 900,
+    test: Annotated[Path | None, typer.Option(dir_okay=False, help="File for questions that are set aside.")] = None,
+    test_questions: Annotated[int, typer.Option(min=1, help="How many; their passages are in no other file.")] = 5000,
+    seed: Annotated[int, typer.Option(help="Of the joining, and of what is set aside.")] = 0,
+) -> None:
+    """Make long documents of short ones: a question's passage among passages of its file, those with the answer left
+    out."""
+    with told_plainly():
+        from .console import note
+        from .data.joining import join_files
+        from .data.questions import write_questions
+
+        sides = join_files(files, words, set_aside=0 if test is None else test_questions, seed=seed)
+        for path, questions in zip((out, test), sides, strict=True):
+            if path is None:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_questions(questions, path)
+            lengths = [len(question.document.split()) for question in questions]
+            typer.echo(f"{path}: {len(questions):,} questions, {sum(lengths) / len(lengths):,.0f} words a document")
+            short = sum(length < words for length in lengths)
+            if short:
+                note(f"{short:,} documents are shorter than {words:,} words: too few passages are without the answer")

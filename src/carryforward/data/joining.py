@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long documents out of short ones: a question's own passage among passages of other questions."""
+"""Long documents out of short ones: a question's own passage among passages of other questions.
+
+What is trained on and what is tested on must be parted before: passages are shared by the documents of one list.
+"""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
-from .questions import Answer, Question
+from .questions import Answer, Question, read_questions
 
 _BETWEEN = "\n\n"
 
@@ -21,8 +26,34 @@ def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0) -
         words: when a document has as many, no further passage is added.
     """
     texts = dict.fromkeys(question.document for question in questions)
-    passages = {text: _Passage(text, text.casefold(), len(text.split())) for text in texts}
+    passages = [_Passage(text, text.casefold(), len(text.split())) for text in texts]
     return [_joined(question, passages, words, seed) for question in questions]
+
+
+def join_files(
+    files: Sequence[Path], words: int, *, set_aside: int = 0, seed: int = 0
+) -> tuple[list[Question], list[Question]]:
+    """The questions of files, joined each with passages of its own file; and at least so many that were set aside
+    before, none of whose passages is among those of the others."""
+    lists = [read_questions(path) for path in files]
+    drawn = _draw([question for questions in lists for question in questions], set_aside, seed)
+    sides: tuple[list[Question], list[Question]] = [], []
+    for questions in lists:
+        for inside, side in enumerate(sides):
+            side += join_passages([one for one in questions if (one.document in drawn) == inside], words, seed=seed)
+    return sides
+
+
+def _draw(questions: Sequence[Question], count: int, seed: int) -> set[str]:
+    """Passages at random, until they have so many questions."""
+    asked = Counter(question.document for question in questions)
+    drawn: set[str] = set()
+    for passage in random.Random(seed).sample(list(asked), len(asked)):
+        if count <= 0:
+            return drawn
+        drawn.add(passage)
+        count -= asked[passage]
+    raise ValueError(f"{len(questions):,} questions on {len(asked):,} passages are too few to set that many aside.")
 
 
 class _Passage(NamedTuple):
@@ -31,12 +62,12 @@ class _Passage(NamedTuple):
     words: int
 
 
-def _joined(question: Question, passages: dict[str, _Passage], words: int, seed: int) -> Question:
-    draw, choice = random.Random(f"{seed} {question.id}"), list(passages.values())
+def _joined(question: Question, passages: list[_Passage], words: int, seed: int) -> Question:
+    draw = random.Random(f"{seed} {question.id}")
     accepted = [answer.text.casefold() for answer in question.answers if answer.text]
-    others, total, tried = [], passages[question.document].words, {question.document}
-    while total < words and len(tried) < len(choice):
-        other = choice[draw.randrange(len(choice))]
+    others, total, tried = [], len(question.document.split()), {question.document}
+    while total < words and len(tried) < len(passages):
+        other = passages[draw.randrange(len(passages))]
         if other.text not in tried:
             tried.add(other.text)
             if not any(text in other.folded for text in accepted):

@@ -8,11 +8,14 @@ and the Hub's rows of it. Rows are a JSON list or JSON lines. Files may be compr
 import gzip
 import json
 import lzma
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from ..files import write_whole
 
 FORMATS = ("hotpotqa", "squad")
 
@@ -78,12 +81,31 @@ def read_questions(path: str | Path) -> list[Question]:
         ) from error
     if not found:
         raise ValueError(f"{path} has no questions.")
-    seen: set[str] = set()
-    for question in found:
-        if question.id in seen:  # predictions and scores go by it
-            raise ValueError(f"{path}: several questions have the id {question.id}.")
-        seen.add(question.id)
+    _check_ids(found, path)
     return found
+
+
+def write_questions(questions: Sequence[Question], path: Path) -> None:
+    """A file of SQuAD's format."""
+    _check_ids(questions, path)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for question in questions:
+        if question.kind in ("yes", "no"):
+            raise ValueError(f"question {question.id}: SQuAD's format has no answer {question.kind!r}.")
+        # one that is not in the document begins anywhere: whoever reads the file will not find it either
+        answers = [{"text": answer.text, "answer_start": answer.start or 0} for answer in question.answers]
+        row = {"id": question.id, "question": question.question, "answers": answers, "is_impossible": not answers}
+        rows.setdefault(question.document, []).append(row)
+    paragraphs = [{"context": document, "qas": qas} for document, qas in rows.items()]
+    content = {"version": "2.0", "data": [{"title": "", "paragraphs": paragraphs}]}
+    write_whole(path, json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def _check_ids(questions: Sequence[Question], path: Path) -> None:
+    """Predictions and scores go by them."""
+    (name, count), *_ = Counter(question.id for question in questions).most_common(1)
+    if count > 1:
+        raise ValueError(f"{path}: several questions have the id {name}.")
 
 
 def _questions(content: Any, path: Path) -> Iterator[Question]:
