@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, int]] = {
             "intermediate_size": 1536},
 }  # fmt: skip
 LONGEST = {"cuda": {ANSWERING: 50_000, TRAINING: 50_000}, "cpu": {ANSWERING: 50_000, TRAINING: 5_000}}
-LIMIT_GB = 10.0  # of a CPU's memory; a GPU says itself when it is full
+LIMIT_GB = 6.0  # of a CPU's memory, which others use too; a GPU says itself when it is full
 FRAME = {"prefix": (0,), "separator": (2, 2), "suffix": (2,)}  # as RoBERTa's and Longformer's tokenizers put them
 
 
