@@ -231,7 +231,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
             for what, style in ((ANSWERING, "o-"), (TRAINING, "s--")):
                 some = [case for case in report["cases"] if (case["what"], case["model"]) == (what, name)]
                 points = [(case["words"], case[field] / unit) for case in some if field in case]
-                axis.loglog(*zip(*points, strict=True), style, color=colour, linewidth=2, label=f"{name}, {what}")
+                if points:
+                    axis.loglog(*zip(*points, strict=True), style, color=colour, linewidth=2, label=f"{name}, {what}")
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("words of the document")
         axis.grid(True, color="#e3e3e3")

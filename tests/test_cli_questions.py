@@ -9,11 +9,13 @@ import prose
 import pytest
 import torch
 from test_cli import fail, succeed
+from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, set_seed
 
 import carryforward as cf
-from carryforward.data.questions import read_questions
+from carryforward import question_training
+from carryforward.data.questions import Answer, Question, read_questions
 from carryforward.question_trainer import QuestionTrainer, QuestionTrainingArguments
 from carryforward.settings import QuestionSettings
 
@@ -214,6 +216,34 @@ def test_kept_keys_are_measured_before_they_are_trained(home, tmp_path):
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(ValueError, match=message):
         QuestionSettings("model", "data", **settings)
+
+
+def test_an_answer_without_tokens_is_lost(home, tmp_path):
+    """Some tokenizers drop characters: what an answer is made of may not be there."""
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    tokenizer.backend_tokenizer.normalizer = Replace("\u200b", "")
+    model = cf.add_recurrence(BertModel.from_pretrained(home / "model"), tokenizer=tokenizer, head="question-answering")
+    asked = [
+        Question(name, "What?", "The \u200b sign.", (Answer(text, start),), "span", "squad")
+        for name, text, start in (("there", "sign", 6), ("gone", "\u200b", 4))
+    ]
+    arguments = QuestionTrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = QuestionTrainer(model, arguments, asked, tokenizer=tokenizer)
+    assert trainer.lost == ["gone"]
+    assert len(trainer.train_dataset) == 1
+
+
+def test_both_models_start_alike(home):
+    """The plain baseline differs in the state alone: the same weights at first, the same windows."""
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    made = []
+    for recurrence in (True, False):
+        set_seed(3)
+        settings = QuestionSettings(str(home / "model"), "data", window=40, recurrence=recurrence)
+        made.append(question_training._model(settings, tokenizer))
+    assert made[0].config.recurrence == made[1].config.recurrence
+    for (name, one), other in zip(made[0].named_parameters(), made[1].parameters(), strict=True):
+        assert torch.equal(one, other), name
 
 
 def test_other_models_are_refused(tmp_path):

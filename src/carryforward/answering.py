@@ -100,14 +100,14 @@ def ask(
 ) -> list[Asked]:
     """Questions as `answer_all` takes them. What the model cannot be asked is refused, by the question's id."""
     for question in questions:
-        for what in ("question", "document"):
-            check_text(f"question {question.id}: its {what}".replace("question : its ", ""), getattr(question, what))
+        for name, text in zip(_names(question), (question.question, question.document), strict=True):
+            check_text(name, text)
     own = tokens_of(tokenizer, [question.question for question in questions], offsets=False)
     texts = tokens_of(tokenizer, [question.document for question in questions], offsets=True)
     asked: list[Asked] = []
     with bar(None, "tokenising", after=2) as report:
-        for question, (ids, _), (text, offsets) in zip(questions, own, texts, strict=True):
-            asked.append(Asked(question, ids, text.astype(np.int32), offsets.astype(np.int32)))
+        for question, (first, _), (ids, offsets) in zip(questions, own, texts, strict=True):
+            asked.append(Asked(question, first, ids.astype(np.int32), offsets.astype(np.int32)))
             _check(model, asked[-1], overlap)
             report(len(asked), len(questions))
     return asked
@@ -154,11 +154,10 @@ def answer_all(
 
 def _check(model: RecurrentForQuestionAnswering, asked: Asked, overlap: int | None) -> None:
     """Refuse what cannot be asked; the question's id is named, if it has one."""
-    question, recurrence = asked.question, model.config.recurrence
-    name = f"question {question.id}" if question.id else "question"
-    if not question.document.strip() or not len(asked.ids):
-        where = f"{name}: its document" if question.id else "document"
-        raise ValueError(f"{where} is empty: there is nothing to look for an answer in.")
+    recurrence = model.config.recurrence
+    name, document = _names(asked.question)
+    if not asked.question.document.strip() or not len(asked.ids):
+        raise ValueError(f"{document} is empty: there is nothing to look for an answer in.")
     if not len(asked.own):
         raise ValueError(f"{name} is empty.")
     room = recurrence.window - sum(map(len, (recurrence.prefix, asked.own, recurrence.separator, recurrence.suffix)))
@@ -169,6 +168,12 @@ def _check(model: RecurrentForQuestionAnswering, asked: Asked, overlap: int | No
             f"{name} has {len(asked.own)} tokens: a window of {recurrence.window} has {max(room, 0)} left for the "
             f"document, and needs {needed}. Ask a shorter one, or use a larger window."
         )
+
+
+def _names(question: Question) -> tuple[str, str]:
+    """What to call a question and its document."""
+    name = f"question {question.id}"
+    return (name, f"{name}: its document") if question.id else ("question", "document")
 
 
 def best(
@@ -204,10 +209,9 @@ def best(
 def _spans(starts: Tensor, ends: Tensor, count: int, longest: int) -> list[tuple[int, int, float]]:
     """The most probable stretches of tokens, [first, last], of at most so many; their share of all such ones."""
     longest = min(longest, len(starts))
-    following = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(
-        0, longest, 1
-    )  # [N, longest]: from each token on
+    # [N, longest]: the ends of all stretches that begin at a token
+    following = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(0, longest, 1)
     scores = (starts[:, None] + following).flatten()
-    best, places = scores.topk(min(count, int(scores.isfinite().sum())))
-    found = zip(places.tolist(), (best - scores.logsumexp(0)).exp().tolist(), strict=True)
+    values, places = scores.topk(min(count, int(scores.isfinite().sum())))
+    found = zip(places.tolist(), (values - scores.logsumexp(0)).exp().tolist(), strict=True)
     return [(place // longest, place // longest + place % longest, share) for place, share in found]

@@ -120,10 +120,12 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool) -> Iterator[t
 def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
     """Consecutive texts, until they have enough characters."""
     some: list[str] = []
+    count = 0
     for text in texts:
         some.append(text)
-        if sum(map(len, some)) >= _TOGETHER:
+        count += len(text)
+        if count >= _TOGETHER:
             yield some
-            some = []
+            some, count = [], 0
     if some:
         yield some
