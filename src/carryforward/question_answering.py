@@ -119,7 +119,8 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             rows, positions = chosen[id(cell)]
             hidden = self._body(**inputs).last_hidden_state
             scores = self.config.architecture.answer(self.base, hidden)  # type: ignore[misc]
-            return scores[rows.to(scores.device), positions.to(scores.device)], hidden[:, 0]
+            first = hidden[:, 0].clone()  # a view would keep every window's states until the last is read
+            return scores[rows.to(scores.device), positions.to(scores.device)], first
 
         emissions, _ = self._unroll(reading, emit)
         scores = torch.cat([emitted[0] for emitted in emissions]).float()
