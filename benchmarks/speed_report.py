@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables (SPEED.md) and figures from what `speed.py` measured: python benchmarks/speed_report.py"""
+"""Tables (SPEED.md) and figures from what `speed.py`, `peers.py` and `answering.py` measured:
+
+python benchmarks/speed_report.py
+"""
 
 import json
 from pathlib import Path
 from typing import Any
+
+import answering
 
 HERE = Path(__file__).parent
 # row; what; against what; the least ratio that is aimed at, by device
@@ -127,6 +132,10 @@ def main() -> None:
                 draw(row["points"], path.with_suffix(".png"))
                 parts.append(f"![against length](results/{path.stem}.png)\n")
     parts += [beside(json.loads(path.read_text())) for path in sorted(HERE.glob("results/peers-*.json"))]
+    for path in sorted(HERE.glob("results/answering-*.json")):
+        record = json.loads(path.read_text())
+        answering.draw(record, path.with_suffix(".png"))
+        parts.append(f"{answering.section(record)}\n![against words](results/{path.stem}.png)\n")
     (HERE / "SPEED.md").write_text("\n".join(parts))
 
 

@@ -9,10 +9,13 @@ import prose
 import pytest
 import torch
 from test_cli import fail, succeed
+from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, set_seed
 
 import carryforward as cf
+from carryforward import question_training
+from carryforward.data.questions import Answer, Question, read_questions
 from carryforward.question_trainer import QuestionTrainer, QuestionTrainingArguments
 from carryforward.settings import QuestionSettings
 
@@ -125,10 +128,24 @@ def test_answers_from_a_file_and_from_standard_input(trained, tmp_path, monkeypa
     ask = ["qa", "answer", trained, "--question", "What follows the?"]
     told = succeed(*ask, "--document", tmp_path / "text.txt", "--top-k", 3)
     assert told.out.count("characters") == 3
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    text = text.replace("\n", "\r\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     found = json.loads(succeed(*ask, "--document", "-", "--json").out)
-    assert found[0]["text"] == text[found[0]["start"] : found[0]["end"]]
-    assert found[0]["text"] in told.out
+    assert found[0]["text"] == text[found[0]["start"] : found[0]["end"]], "line ends are characters as well"
+    (tmp_path / "text.txt").write_bytes(text.encode())
+    assert json.loads(succeed(*ask, "--document", tmp_path / "text.txt", "--json").out) == found
+
+
+def test_passages_are_joined_to_files(home, tmp_path):
+    train, test = tmp_path / "joined/train.json", tmp_path / "joined/test.json"
+    told = succeed("qa", "join", home / "questions.json", "--words", 200, "--out", train, "--test", test,
+                   "--test-questions", 20)  # fmt: skip
+    counts = [len(read_questions(path)) for path in (train, test)]
+    assert 20 <= counts[1] < 25
+    assert sum(counts) == len(read_questions(home / "questions.json"))
+    assert f"train.json: {counts[0]} questions, " in told.out
+    told = succeed("qa", "join", home / "few.json", "--words", 900, "--out", train)
+    assert "documents are shorter than 900 words" in told.err
 
 
 def test_what_goes_wrong_is_said(home, trained, tmp_path):
@@ -138,6 +155,9 @@ def test_what_goes_wrong_is_said(home, trained, tmp_path):
     assert "has no question-answering head" in fail("qa", "answer", home / "masked", *ask[3:], "?", code=2)
     (tmp_path / "empty.txt").write_text(" \n")
     assert "document is empty" in fail(*ask[:3], "--document", tmp_path / "empty.txt", "--question", "?", code=2)
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    latin = fail(*ask[:3], "--document", tmp_path / "latin.txt", "--question", "?", code=2)
+    assert "latin.txt is not UTF-8" in latin
     (tmp_path / "other.json").write_text("[1]")
     other = command(home, "--out", tmp_path / "own")
     other[other.index(home / "questions.json")] = tmp_path / "other.json"
@@ -161,11 +181,12 @@ def test_a_question_that_cannot_be_asked_is_named(home, tmp_path):
     long = questions(3)
     long["data"][0]["paragraphs"][1]["qas"][0]["question"] = "Why? " * 60
     (tmp_path / "long.json").write_text(json.dumps(long))
-    message = fail(
-        "qa", "train", "--model", home / "model", "--data", tmp_path / "long.json", "--validation-data",
-        home / "few.json", *TRAIN, "--out", tmp_path / "own", code=2,
-    )  # fmt: skip
-    assert "question 1-5 has" in message
+    for data, validation in (("long", "few"), ("few", "long")):  # before anything is trained
+        files = ["--data", data, "--validation-data", validation]
+        files = [{"long": tmp_path / "long.json", "few": home / "few.json"}.get(one, one) for one in files]
+        message = fail("qa", "train", "--model", home / "model", *files, *TRAIN, "--out", tmp_path / "own", code=2)
+        assert "question 1-5 has" in message
+        assert not (tmp_path / "own").exists()
 
 
 def test_lost_answers_are_counted(home, tmp_path):
@@ -195,6 +216,34 @@ def test_kept_keys_are_measured_before_they_are_trained(home, tmp_path):
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(ValueError, match=message):
         QuestionSettings("model", "data", **settings)
+
+
+def test_an_answer_without_tokens_is_lost(home, tmp_path):
+    """Some tokenizers drop characters: what an answer is made of may not be there."""
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    tokenizer.backend_tokenizer.normalizer = Replace("\u200b", "")
+    model = cf.add_recurrence(BertModel.from_pretrained(home / "model"), tokenizer=tokenizer, head="question-answering")
+    asked = [
+        Question(name, "What?", "The \u200b sign.", (Answer(text, start),), "span", "squad")
+        for name, text, start in (("there", "sign", 6), ("gone", "\u200b", 4))
+    ]
+    arguments = QuestionTrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = QuestionTrainer(model, arguments, asked, tokenizer=tokenizer)
+    assert trainer.lost == ["gone"]
+    assert len(trainer.train_dataset) == 1
+
+
+def test_both_models_start_alike(home):
+    """The plain baseline differs in the state alone: the same weights at first, the same windows."""
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    made = []
+    for recurrence in (True, False):
+        set_seed(3)
+        settings = QuestionSettings(str(home / "model"), "data", window=40, recurrence=recurrence)
+        made.append(question_training._model(settings, tokenizer))
+    assert made[0].config.recurrence == made[1].config.recurrence
+    for (name, one), other in zip(made[0].named_parameters(), made[1].parameters(), strict=True):
+        assert torch.equal(one, other), name
 
 
 def test_other_models_are_refused(tmp_path):

@@ -122,9 +122,9 @@ def test_states_are_those_that_pass_between_windows():
     assert states[1].shape == (0, 1, 2, 16)
 
 
-def numbers(text, **kwargs):
+def numbers(texts, **kwargs):
     """A tokenizer of token ids in digits: documents of exactly so many tokens."""
-    return {"input_ids": [int(number) for number in text.split()]}
+    return {"input_ids": [[int(number) for number in text.split()] for text in texts]}
 
 
 def state_after(model, ids, overlap):

@@ -62,21 +62,29 @@ def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):
 
 
 def test_places_that_are_there_serve_their_own_kind_alone(monkeypatch):
-    free, cpu = 1000, torch.device("cpu")
+    free, cpu, many, few = 1000, torch.device("cpu"), (4, 8), (2, 8)
     monkeypatch.setattr(memory, "available", lambda device: free)
     monkeypatch.setitem(memory.SHARE, "cpu", 0.5)
     allowance = memory.Allowance()
     allowance.keep = "auto"
-    allowance._sizes = {"many rows": 100, "few rows": 60}
-    assert allowance.windows(["many rows"] * 8, [], cpu) == [True] * 5 + [False] * 3
+    allowance._sizes = {many: 100, few: 60}
+    assert allowance.windows([many] * 8, [], cpu) == [True] * 5 + [False] * 3
     for _ in range(4):
-        allowance.take("many rows", 110)
+        allowance.take(many, 110)
         free -= 110
     # half of a thousand may be used, 440 are: room for one of the others, and the places that are there
-    assert allowance.windows(["few rows"] * 2 + ["many rows"] * 5, [], cpu) == [True, False] + [True] * 4 + [False]
+    assert allowance.windows([few] * 2 + [many] * 5, [], cpu) == [True, False] + [True] * 4 + [False]
     allowance.release()
     free = 1000
-    assert allowance.windows(["many rows"] * 8, [], cpu) == [True] * 4 + [False] * 4, "110 each, as was seen"
+    assert allowance.windows([many] * 8, [], cpu) == [True] * 4 + [False] * 4, "110 each, as was seen"
+
+
+def test_smaller_windows_take_no_more_than_larger_ones():
+    model = tiny.recurrent("gpt2", overlap=0, keep_windows="auto")
+    passes(model, tiny.documents(3, 49))
+    assert passes(model)[1] == WINDOWS, "fewer rows"
+    assert passes(model, IDS[:, :-3])[1] == WINDOWS, "a shorter last window"
+    assert passes(model, tiny.documents(4, 49))[1] == 2 * WINDOWS - 1
 
 
 def test_a_window_takes_what_its_graph_holds():

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForQuestionAnswering
 
 import carryforward as cf
+from carryforward import bptt
 
 QUESTIONS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 FRAME = {"prefix": (2,), "separator": (3, 3), "suffix": (3,)}
@@ -111,6 +112,26 @@ def test_only_the_document_is_pooled():
     assert ranges[:2] == [(6, 13), (5, 13)], "behind prefix, question and separator, before the suffix"
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_windows_leave_nothing_behind_but_what_they_emit(training, monkeypatch):
+    """Memory does not grow with the states of windows that were read."""
+    held = []
+    unroll = bptt.unroll
+
+    def watched(plan, table):
+        emissions, table = unroll(plan, table)
+        held.extend((tensor.untyped_storage().nbytes(), tensor.nbytes) for emitted in emissions for tensor in emitted)
+        return emissions, table
+
+    monkeypatch.setattr(bptt, "unroll", watched)
+    with torch.set_grad_enabled(training):
+        model_of("bert")(tiny.documents(2, 40), question_ids=QUESTIONS[:2])
+        told = {"labels": torch.tensor([0, 1])} if training else {}
+        tiny.recurrent("bert", "sequence")(tiny.documents(2, 40), **told)
+    assert len(held) > 10
+    assert all(storage == own for storage, own in held)
+
+
 def test_saving_and_the_auto_class(tmp_path):
     model, document = model_of("roberta"), tiny.documents(1, 20)
     expected = model(document, question_ids=QUESTIONS[:1])
@@ -157,6 +178,9 @@ def test_special_tokens_of_a_pair():
         ({"question_ids": [[5]], "start_positions": torch.tensor([20]), "end_positions": torch.tensor([20])},
          "start_positions: row 0 has 20, which is no token of the document"),
         ({"question_ids": [[5]], "start_positions": torch.tensor([2])}, "end_positions is missing"),
+        ({"question_ids": [[5]], "attention_mask": (torch.arange(20) < 15).long()[None],
+          "start_positions": torch.tensor([3]), "end_positions": torch.tensor([15])},
+         "end_positions: row 0 has 15, which is no token of the document"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(arguments, message):

@@ -10,7 +10,7 @@ A result is plain JSON, with the scores of every question, so that two models ca
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ import torch
 
 from . import console
 from .answer_scores import percent, score_all
-from .answering import MAX_TOKENS, Found, answer_all
+from .answering import MAX_TOKENS, Found, answer_all, ask
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
 from .files import write_whole
-from .loading import load_finder
+from .loading import Loaded, load_finder
 from .provenance import provenance
 
 
@@ -56,49 +56,63 @@ def evaluate_answers(
     questions = questions[:max_questions]
     if allow_none is None:
         allow_none = any(question.kind == "none" for question in questions)
-    unaligned = sum(not question.aligned for question in questions)
-    if unaligned:
-        console.note(
-            f"{unaligned} of {len(questions)} answers are not in their documents; they are scored all the same."
-        )
+    about = _about(questions, data.name)
+    if about["unaligned"]:
+        told = f"{about['unaligned']:,} of {len(questions):,} answers are not in their documents"
+        console.note(f"{told}; they are scored all the same.")
+    settings = {"overlap": overlap, "max_answer_tokens": max_answer_tokens, "allow_none": allow_none,
+                "batch_size": batch_size}  # fmt: skip
     results = []
     for name in names:
         loaded = load_finder(name, window=window, device=device)
-        model: Any = loaded.model
-        uses = [False] if loaded.untrained else [True, False] if control else [True]
         rows = []
-        for use_state in uses:
-            begun = time.monotonic()
-            with (
-                console.Bar(f"{name}{'' if use_state else ', without state'}", len(questions), "questions") as bar,
-                torch.autocast(model.device.type, torch.bfloat16, enabled=bf16),
-            ):
-                found = answer_all(
-                    model, questions, loaded.tokenizer, overlap=overlap, use_state=use_state, batch_size=batch_size,
-                    max_answer_tokens=max_answer_tokens, allow_none=allow_none, progress=bar.advance,
-                )  # fmt: skip
-            best = [answers[0] for answers in found]
-            rows.append({"use_state": use_state, **_scored(questions, best), "seconds": time.monotonic() - begun})
+        for use_state, found, seconds in _answers(loaded, questions, settings, control, bf16):
+            rows.append({"use_state": use_state, **_scored(questions, found), "seconds": seconds})
             if out is not None:
                 ending = "" if use_state or loaded.untrained else "-without-state"
-                told = _predictions(questions, best)
-                write_whole(out / f"{_stem(name)}{ending}-predictions.json", json.dumps(told, indent=1) + "\n")
+                told = json.dumps(_predictions(questions, found), indent=1)
+                write_whole(out / f"{_stem(name)}{ending}-predictions.json", told + "\n")
+        model: Any = loaded.model
         results.append(
             {
                 "kind": "answers",
                 **provenance(str(model.device)),
                 "seed": seed,
-                "settings": {"join_words": join_words, "overlap": overlap, "max_answer_tokens": max_answer_tokens,
-                             "allow_none": allow_none, "bf16": bf16, "batch_size": batch_size},
+                "settings": {"join_words": join_words, **settings, "bf16": bf16},
                 "model": {"name": name, "recurrent": not loaded.untrained, "window": model.config.recurrence.window},
-                "data": {"name": data.name, "format": questions[0].format, "questions": len(questions),
-                         "unaligned": unaligned, "words": round(np.mean([len(q.document.split()) for q in questions]))},
+                "data": about,
                 "rows": rows,
             }
-        )  # fmt: skip
+        )
         if out is not None:
             write_whole(out / f"{_stem(name)}.json", json.dumps(results[-1], indent=1) + "\n")
     return results
+
+
+def _about(questions: Sequence[Question], name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "format": questions[0].format,
+        "questions": len(questions),
+        "unaligned": sum(not question.aligned for question in questions),
+        "words": round(np.mean([len(question.document.split()) for question in questions])),
+    }
+
+
+def _answers(
+    loaded: Loaded, questions: Sequence[Question], settings: dict[str, Any], control: bool, bf16: bool
+) -> Iterator[tuple[bool, list[Found], float]]:
+    """A model's answers with its state and, as a control, without, whichever it can give; and how long it took."""
+    model: Any = loaded.model
+    asked = ask(model, questions, loaded.tokenizer, overlap=settings["overlap"])
+    for use_state in [False] if loaded.untrained else [True, False] if control else [True]:
+        begun = time.monotonic()
+        with (
+            console.Bar(f"{loaded.name}{'' if use_state else ', without state'}", len(asked), "questions") as bar,
+            torch.autocast(model.device.type, torch.bfloat16, enabled=bf16),
+        ):
+            found = answer_all(model, asked, use_state=use_state, progress=bar.advance, **settings)
+        yield use_state, [answers[0] for answers in found], time.monotonic() - begun
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:

@@ -25,7 +25,8 @@ def normalised(text: str) -> str:
 
 def score(answer: str, accepted: Sequence[str], format: str) -> tuple[float, float]:
     """Exact match and F1 of an answer, each 0 to 1; `accepted` is empty if there is no answer to be found."""
-    pairs = [_pair(answer, other, format) for other in accepted or [""]]
+    # one that is nothing but articles and punctuation is no answer (SQuAD 2.0)
+    pairs = [_pair(answer, other, format) for other in filter(normalised, accepted)] or [_pair(answer, "", format)]
     return max(exact for exact, _ in pairs), max(shared for _, shared in pairs)
 
 

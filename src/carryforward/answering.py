@@ -1,19 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a question and a text of any length to answers: words, characters, probabilities."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.utils import logging
 
+from .data.encoding import check_text, tokens_of
+from .data.progress import bar
 from .data.questions import Question
+from .data.samples import pad
 from .modeling import evaluating
 from .question_answering import KINDS, RecurrentForQuestionAnswering
 
+logger = logging.get_logger(__name__)
 MAX_TOKENS = 30  # of an answer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question in a model's tokens.
+
+    Attributes:
+        question: as it was read.
+        own, ids: the tokens of the question and of its document.
+        offsets: the characters that each token of the document is, [N, 2].
+    """
+
+    question: Question
+    own: np.ndarray
+    ids: np.ndarray
+    offsets: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -47,7 +69,7 @@ def answer(
     overlap: int | None = None,
     use_state: bool = True,
 ) -> list[Found]:
-    """The best answers to a question that a document of any length holds, the most probable first.
+    """The best answers to a question that a document of any length holds: those of the most probable kind first.
 
     Args:
         tokenizer: the model's, a fast one; by default the one saved with the model.
@@ -66,17 +88,34 @@ def answer(
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-    asked = Question("", question, document, (), "span", "squad")
+    asked = ask(model, [Question("", question, document, (), "span", "squad")], tokenizer, overlap=overlap)
     return answer_all(
-        model, [asked], tokenizer, top_k=top_k, max_answer_tokens=max_answer_tokens, allow_none=allow_none,
-        overlap=overlap, use_state=use_state,
+        model, asked, top_k=top_k, max_answer_tokens=max_answer_tokens, allow_none=allow_none, overlap=overlap,
+        use_state=use_state,
     )[0]  # fmt: skip
+
+
+def ask(
+    model: RecurrentForQuestionAnswering, questions: Sequence[Question], tokenizer: Any, *, overlap: int | None = None
+) -> list[Asked]:
+    """Questions as `answer_all` takes them. What the model cannot be asked is refused, by the question's id."""
+    for question in questions:
+        for name, text in zip(_names(question), (question.question, question.document), strict=True):
+            check_text(name, text)
+    own = tokens_of(tokenizer, [question.question for question in questions], offsets=False)
+    texts = tokens_of(tokenizer, [question.document for question in questions], offsets=True)
+    asked: list[Asked] = []
+    with bar(None, "tokenising", after=2) as report:
+        for question, (first, _), (ids, offsets) in zip(questions, own, texts, strict=True):
+            asked.append(Asked(question, first, ids.astype(np.int32), offsets.astype(np.int32)))
+            _check(model, asked[-1], overlap)
+            report(len(asked), len(questions))
+    return asked
 
 
 def answer_all(
     model: RecurrentForQuestionAnswering,
-    questions: Sequence[Question],
-    tokenizer: Any,
+    asked: Sequence[Asked],
     *,
     top_k: int = 1,
     max_answer_tokens: int = MAX_TOKENS,
@@ -87,69 +126,60 @@ def answer_all(
     progress: Callable[[int], object] = lambda questions: None,
 ) -> list[list[Found]]:
     """The best answers to many questions, in their order; `progress` is told how many were just answered."""
-    asked = [tokens(tokenizer, question.question)[0] for question in questions]
-    for question, own in zip(questions, asked, strict=True):
-        check(model, question, own)
-    found: list[list[Found]] = [[] for _ in questions]
-    order = sorted(range(len(questions)), key=lambda i: -len(questions[i].document))
+    for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if allow_none and not model.kinds.weight.any():
+        logger.warning_once("The model was never trained to tell when there is no answer, and will always give one.")
+    found: list[list[Found]] = [[] for _ in asked]
+    order = sorted(range(len(asked)), key=lambda i: -len(asked[i].ids))
     for begin in range(0, len(order), batch_size):
         rows = order[begin : begin + batch_size]
-        texts = [tokens(tokenizer, questions[i].document) for i in rows]
-        ids, mask = (part.to(model.device) for part in padded([own for own, _ in texts]))
+        texts = pad([torch.from_numpy(asked[i].ids).long() for i in rows])
         with evaluating(model), torch.inference_mode():
             out = model(
-                ids, attention_mask=mask, question_ids=[asked[i] for i in rows], overlap=overlap,
-                use_state=use_state,
+                **{name: part.to(model.device) for name, part in texts.items()},
+                question_ids=[asked[i].own.tolist() for i in rows], overlap=overlap, use_state=use_state,
             )  # fmt: skip
-        for row, i in enumerate(rows):
-            length = len(texts[row][0])
-            logits = out.start_logits[row, :length], out.end_logits[row, :length], out.kind_logits[row]
+        logits = [part.float().cpu() for part in (out.start_logits, out.end_logits, out.kind_logits)]
+        for i, starts, ends, kinds in zip(rows, *logits, strict=True):
+            length = len(asked[i].ids)
             found[i] = best(
-                logits, questions[i].document, texts[row][1], top_k=top_k, max_answer_tokens=max_answer_tokens,
-                allow_none=allow_none,
+                (starts[:length], ends[:length], kinds), asked[i].question.document, asked[i].offsets, top_k=top_k,
+                max_answer_tokens=max_answer_tokens, allow_none=allow_none,
             )  # fmt: skip
         progress(len(rows))
     return found
 
 
-def check(model: RecurrentForQuestionAnswering, question: Question, ids: Sequence[int]) -> None:
+def _check(model: RecurrentForQuestionAnswering, asked: Asked, overlap: int | None) -> None:
     """Refuse what cannot be asked; the question's id is named, if it has one."""
-    name, recurrence = f"question {question.id}" if question.id else "question", model.config.recurrence
-    if not question.document.strip():
-        where = f"{name}: its document" if question.id else "document"
-        raise ValueError(f"{where} is empty: there is nothing to look for an answer in.")
-    if not ids:
+    recurrence = model.config.recurrence
+    name, document = _names(asked.question)
+    if not asked.question.document.strip() or not len(asked.ids):
+        raise ValueError(f"{document} is empty: there is nothing to look for an answer in.")
+    if not len(asked.own):
         raise ValueError(f"{name} is empty.")
-    room = recurrence.window - sum(map(len, (recurrence.prefix, ids, recurrence.separator, recurrence.suffix)))
-    needed = recurrence.overlap + max(1, recurrence.slots, recurrence.seen)
+    room = recurrence.window - sum(map(len, (recurrence.prefix, asked.own, recurrence.separator, recurrence.suffix)))
+    shared = recurrence.overlap if overlap is None else overlap
+    needed = max(shared + max(1, recurrence.seen), recurrence.slots + max(shared - recurrence.overlap, 0))
     if room < needed:
         raise ValueError(
-            f"{name} has {len(ids)} tokens: a window of {recurrence.window} has {max(room, 0)} left for the document, "
-            f"and needs {needed}. Ask a shorter one, or use a larger window."
+            f"{name} has {len(asked.own)} tokens: a window of {recurrence.window} has {max(room, 0)} left for the "
+            f"document, and needs {needed}. Ask a shorter one, or use a larger window."
         )
 
 
-def tokens(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """A text's tokens without special ones, and the characters each stands for."""
-    if not tokenizer.is_fast:
-        raise ValueError(f"answers need offsets, which {type(tokenizer).__name__} cannot give: use a fast tokenizer.")
-    made = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False, return_offsets_mapping=True)
-    return made["input_ids"], made["offset_mapping"]
-
-
-def padded(rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Rows of token ids as one tensor, filled up on the right, and the mask of what is real."""
-    lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-    for row, own in zip(ids, rows, strict=True):
-        row[: len(own)] = torch.as_tensor(own)
-    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+def _names(question: Question) -> tuple[str, str]:
+    """What to call a question and its document."""
+    name = f"question {question.id}"
+    return (name, f"{name}: its document") if question.id else ("question", "document")
 
 
 def best(
     logits: tuple[Tensor, Tensor, Tensor],
     document: str,
-    offsets: Sequence[tuple[int, int]],
+    offsets: np.ndarray,
     *,
     top_k: int = 1,
     max_answer_tokens: int = MAX_TOKENS,
@@ -157,17 +187,18 @@ def best(
 ) -> list[Found]:
     """Answers from a model's logits for one document: starts and ends [N], kinds [4].
 
-    The most probable kind comes first, whatever is left to its single stretches.
+    The most probable kind comes first, whatever is left to its single stretches. These neither begin nor end with a
+    token of white space: they would be the same characters as others.
     """
-    starts, ends = (scores.float().log_softmax(-1).cpu() for scores in logits[:2])
-    kinds = logits[2].float().cpu()
+    blank = torch.tensor([not document[begin:stop].strip() for begin, stop in offsets.tolist()])
+    starts, ends = (scores.masked_fill(blank, -torch.inf).log_softmax(-1) for scores in logits[:2])
+    kinds = logits[2].clone()
     if not allow_none:
-        kinds = kinds.clone()
         kinds[KINDS.index("none")] = -torch.inf
     of_kind = dict(zip(KINDS, kinds.softmax(-1).tolist(), strict=True))
     found = [Found("" if kind == "none" else kind, kind, of_kind[kind]) for kind in KINDS[1:] if of_kind[kind] > 0]
     for start, end, score in _spans(starts, ends, top_k, max_answer_tokens):
-        begin, stop = offsets[start][0], offsets[end][1]
+        begin, stop = int(offsets[start, 0]), int(offsets[end, 1])
         text = document[begin:stop]
         begin += len(text) - len(text.lstrip())  # byte-level tokens bring the space before them along
         text = text.strip()
@@ -177,13 +208,10 @@ def best(
 
 def _spans(starts: Tensor, ends: Tensor, count: int, longest: int) -> list[tuple[int, int, float]]:
     """The most probable stretches of tokens, [first, last], of at most so many; their share of all such ones."""
-    upto = ends.double().exp().cumsum(0)
-    last = (torch.arange(len(ends)) + longest - 1).clamp(max=len(ends) - 1)
-    total = (starts.double().exp() * (upto[last] - upto + ends.double().exp())).sum().clamp(min=1e-300).log()
-    found: list[tuple[float, int, int]] = []
-    for length in range(min(longest, len(starts))):
-        scores = starts[: len(starts) - length] + ends[length:]
-        values, places = scores.topk(min(count, len(scores)))
-        found += [(value, place, place + length) for value, place in zip(values.tolist(), places.tolist(), strict=True)]
-    found.sort(key=lambda one: (-one[0], one[1], one[2]))
-    return [(start, end, min(math.exp(score - float(total)), 1.0)) for score, start, end in found[:count]]
+    longest = min(longest, len(starts))
+    # [N, longest]: the ends of all stretches that begin at a token
+    following = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(0, longest, 1)
+    scores = (starts[:, None] + following).flatten()
+    values, places = scores.topk(min(count, int(scores.isfinite().sum())))
+    found = zip(places.tolist(), (values - scores.logsumexp(0)).exp().tolist(), strict=True)
+    return [(place // longest, place // longest + place % longest, share) for place, share in found]

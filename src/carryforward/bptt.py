@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .memory import Allowance
+from .memory import Allowance, Kind
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +42,7 @@ class Program(Protocol):
         leaves the table as it is then has nothing to do."""
         ...
 
-    def kind(self, cell: Any) -> Any:
+    def kind(self, cell: Any) -> Kind:
         """Cells of one kind take the same memory."""
         ...
 

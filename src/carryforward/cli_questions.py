@@ -20,7 +20,7 @@ qa = typer.Typer(
 _AROUND = 80  # characters shown beside an answer
 Overlap = Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")]
 Window = Annotated[int | None, typer.Option(help="For plain models; up to 512 tokens by default.")]
-Longest = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
+Longest = Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")]
 
 
 @qa.command()
@@ -49,7 +49,7 @@ def answer(
     model: Annotated[str, typer.Argument(help="A run, a folder or a Hub name: an encoder that answers questions.")],
     question: Annotated[str, typer.Option(help="What is asked.")],
     document: Annotated[str, typer.Option(help="A text file, or - for standard input.")],
-    top_k: Annotated[int, typer.Option(help="How many answers.")] = 1,
+    top_k: Annotated[int, typer.Option(min=1, help="How many answers.")] = 1,
     max_answer_tokens: Longest = 30,
     allow_none: Annotated[bool, typer.Option("--allow-none", help="There may be no answer.")] = False,
     window: Window = None,
@@ -61,9 +61,11 @@ def answer(
     """Answer a question from a document of any length: where it stands there, and how sure the model is."""
     with told_plainly():
         from .answering import answer as find
+        from .data.texts import decode, read_bytes
         from .loading import load_finder
 
-        text = sys.stdin.read() if document == "-" else Path(document).read_text(encoding="utf-8")
+        raw = sys.stdin.buffer.read() if document == "-" else read_bytes(Path(document))
+        text = decode(raw, "standard input" if document == "-" else document)
         loaded = load_finder(model, window=window, device=device)
         finder: Any = loaded.model
         found = find(
@@ -88,14 +90,14 @@ def evaluate(
     data: Annotated[Path, typer.Option(help="HotpotQA's or SQuAD's JSON; .gz and .xz are read too.")],
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for results and predictions.")] = None,
     join_words: Annotated[
-        int | None, typer.Option(help="First join passages to documents of about so many words.")
+        int | None, typer.Option(min=1, help="First join passages to documents of about so many words.")
     ] = None,
-    max_questions: Annotated[int | None, typer.Option(help="The first so many questions only.")] = None,
+    max_questions: Annotated[int | None, typer.Option(min=1, help="The first so many questions only.")] = None,
     control: Annotated[bool, typer.Option(help="Score recurrent models without their state as well.")] = True,
     max_answer_tokens: Longest = 30,
     window: Window = None,
     overlap: Overlap = None,
-    batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Questions answered side by side.")] = 8,
     bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
     seed: Annotated[int, typer.Option(help="Of the joining.")] = 0,
     device: Device = None,
@@ -113,3 +115,32 @@ def evaluate(
             seed=seed, device=device,
         )  # fmt: skip
         typer.echo(json.dumps(results) if as_json else answer_reports.markdown(results))
+
+
+@qa.command()
+def join(
+    files: Annotated[list[Path], typer.Argument(help="SQuAD's JSON, or rows of it; .gz and .xz are read too.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="File to write, in SQuAD's format.")],
+    words: Annotated[int, typer.Option(min=1, help="Words of a document.")] = 900,
+    test: Annotated[Path | None, typer.Option(dir_okay=False, help="File for questions that are set aside.")] = None,
+    test_questions: Annotated[int, typer.Option(min=1, help="How many; their passages are in no other file.")] = 5000,
+    seed: Annotated[int, typer.Option(help="Of the joining, and of what is set aside.")] = 0,
+) -> None:
+    """Make long documents of short ones: a question's passage among passages of its file, those with the answer left
+    out."""
+    with told_plainly():
+        from .console import note
+        from .data.joining import join_files
+        from .data.questions import write_questions
+
+        sides = join_files(files, words, set_aside=0 if test is None else test_questions, seed=seed)
+        for path, questions in zip((out, test), sides, strict=True):
+            if path is None:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_questions(questions, path)
+            lengths = [len(question.document.split()) for question in questions]
+            typer.echo(f"{path}: {len(questions):,} questions, {sum(lengths) / len(lengths):,.0f} words a document")
+            short = sum(length < words for length in lengths)
+            if short:
+                note(f"{short:,} documents are shorter than {words:,} words: too few passages are without the answer")

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import checks
+from .data.encoding import check_text, tokens_of
 from .data.progress import Progress, bar
 from .data.samples import pad
 from .heads import RecurrentModel
@@ -84,7 +85,10 @@ def encode(
         raise ValueError("the model pools nothing (slots=0): there is no state to give out as a vector.")
     overlap = reader.config.recurrence.overlap if overlap is None else overlap
     checks.overlap(reader.config, overlap)
-    tokenised = [_tokens(f"texts[{i}]", text, tokenizer, output == "tokens") for i, text in enumerate(texts)]
+    texts = list(texts)
+    for i, text in enumerate(texts):
+        check_text(f"texts[{i}]", text)
+    tokenised = list(tokens_of(tokenizer, texts, offsets=output == "tokens"))
     ids = [token_ids for token_ids, _ in tokenised]
     if any(not len(token_ids) for token_ids in ids):
         logger.warning("%d documents have no tokens.", sum(not len(token_ids) for token_ids in ids))
@@ -119,18 +123,6 @@ def needs_state(output: str, pooling: str) -> bool:
     return output == "windows" or (output == "document" and pooling == "state")
 
 
-def check_text(name: str, text: Any) -> None:
-    """Refuse what no tokenizer takes and no file can hold; half a surrogate pair gets into JSON when texts are cut."""
-    if not isinstance(text, str):
-        raise ValueError(f"{name} is of type {type(text).__name__}: give text.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is not Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate pair."
-        ) from error
-
-
 def headless(model: PreTrainedModel) -> RecurrentModel:
     """The same model without its head; weights are shared."""
     if isinstance(model, RecurrentModel):
@@ -141,20 +133,6 @@ def headless(model: PreTrainedModel) -> RecurrentModel:
         reader = RecurrentModel(model.config, base=model._body)
     reader.recurrence = model.recurrence
     return reader
-
-
-def _tokens(name: str, text: str, tokenizer: Any, offsets: bool) -> tuple[np.ndarray, Any]:
-    check_text(name, text)
-    if offsets and not tokenizer.is_fast:
-        raise ValueError(
-            f'output="tokens" needs offsets, which {type(tokenizer).__name__} cannot give: use a fast one.'
-        )
-    # verbose: a text longer than the model's positions is what this is for
-    encoding = tokenizer(
-        text, add_special_tokens=False, truncation=False, verbose=False, return_offsets_mapping=offsets
-    )
-    spans = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2) if offsets else None
-    return np.array(encoding["input_ids"], dtype=np.int64), spans
 
 
 def _read(

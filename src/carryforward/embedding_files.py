@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from . import console
-from .embedding import TokenVectors, check_choices, check_text, encode, needs_state
+from .data.encoding import check_text
+from .embedding import TokenVectors, check_choices, encode, needs_state
 from .files import written_whole
 from .loading import fingerprint, load_recurrent
 

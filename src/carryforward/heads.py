@@ -290,7 +290,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         )
 
         def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
-            return (self._body(**inputs).last_hidden_state[:, 0],)
+            return (self._body(**inputs).last_hidden_state[:, 0].clone(),)  # a view would keep the whole window's
 
         emissions, carried = self._unroll(reading, emit)
         summary = summarise(reading, [first for (first,) in emissions])

@@ -2,14 +2,16 @@
 """Which windows may keep their activations: as many as asked for, or as there is memory for."""
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+Kind = tuple[Any, ...]  # how many rows and positions a window has, then whatever else decides what it takes
 SHARE = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is free; others want some too
 TO_COME = 12  # bytes for each trained parameter: its gradient and Adam's two averages may not be there yet
 
@@ -23,12 +25,10 @@ class Allowance:
 
     def __init__(self) -> None:
         self.keep: int | Literal["auto"] = 0
-        self._sizes: dict[Hashable, int] = {}
+        self._sizes: dict[Kind, int] = {}
         self.release()
 
-    def windows(
-        self, kinds: Sequence[Hashable], parameters: Sequence[nn.Parameter], device: torch.device
-    ) -> list[bool]:
+    def windows(self, kinds: Sequence[Kind], parameters: Sequence[nn.Parameter], device: torch.device) -> list[bool]:
         """Which windows keep their graph: of these kinds, the first that fit."""
         if self.keep != "auto":
             return [i < self.keep for i in range(len(kinds))]
@@ -37,12 +37,24 @@ class Allowance:
         ready, kept = self._ready.copy(), []
         for kind in kinds:
             ready[kind] -= 1
-            size = 0 if ready[kind] >= 0 else self._sizes.get(kind, torch.inf)  # run twice at first, and measured then
-            kept.append(size <= left or size == 0)
+            size = 0 if ready[kind] >= 0 else self._most(kind)
+            kept.append(size <= max(left, 0))
             left -= size if kept[-1] else 0
         return kept
 
-    def take(self, kind: Hashable, size: int) -> None:
+    def _most(self, kind: Kind) -> float:
+        """What a window takes: as measured, or at most what one of more rows and positions did, since batches of ragged
+        documents have windows of ever new sizes. One that nothing is known of is run twice, and measured then."""
+        if kind in self._sizes:
+            return self._sizes[kind]
+        larger = (
+            size
+            for known, size in self._sizes.items()
+            if known[2:] == kind[2:] and all(a >= b for a, b in zip(known[:2], kind[:2], strict=True))
+        )
+        return min(larger, default=math.inf)
+
+    def take(self, kind: Kind, size: int) -> None:
         """A place for a window of this kind is there for good, and serves no other."""
         self._ready[kind] += 1
         self._taken += size
@@ -55,7 +67,7 @@ class Allowance:
         self._taken = 0
 
     @contextlib.contextmanager
-    def measuring(self, kind: Hashable, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def measuring(self, kind: Kind, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Note what a window's graph holds on to, when windows of its kind are run with one for the first time."""
         if self.keep != "auto" or kind in self._sizes:
             yield

@@ -101,51 +101,59 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             prefixes=self.prefixes(question_ids, question_mask),
         )  # fmt: skip
         place = reading.place(torch.arange(reading.width))
-        kept = {id(cell): reading.kept(cell, place, reading.width) for cell in reading.cells}
+        kept = [reading.kept(cell, place, reading.width) for cell in reading.cells]
+        where = torch.cat([destinations for _, _, destinations in kept])
+        # on the device before the first window: nothing there waits for the host then
+        chosen = {
+            id(cell): (reading.index(rows), reading.index(positions))
+            for cell, (rows, positions, _) in zip(reading.cells, kept, strict=True)
+        }
+        wanted = None
+        if start_positions is not None or answer_kinds is not None:
+            real = torch.zeros(len(input_ids) * reading.width, dtype=torch.bool)
+            real[where] = True
+            named = {"start_positions": start_positions, "end_positions": end_positions}
+            wanted = [_checked(name, given, real.view(len(input_ids), -1)) for name, given in named.items()]
 
         def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
-            rows, positions, _ = kept[id(cell)]
+            rows, positions = chosen[id(cell)]
             hidden = self._body(**inputs).last_hidden_state
             scores = self.config.architecture.answer(self.base, hidden)  # type: ignore[misc]
-            return scores[rows.to(scores.device), positions.to(scores.device)], hidden[:, 0]
+            first = hidden[:, 0].clone()  # a view would keep every window's states until the last is read
+            return scores[rows.to(scores.device), positions.to(scores.device)], first
 
         emissions, _ = self._unroll(reading, emit)
         scores = torch.cat([emitted[0] for emitted in emissions]).float()
-        where = torch.cat([kept[id(cell)][2] for cell in reading.cells])
-        start_logits, end_logits = spread(scores, where, len(input_ids), reading.width, -torch.inf).unbind(-1)
+        logits = spread(scores, reading.index(where), len(input_ids), reading.width, -torch.inf)
         summary = summarise(reading, [emitted[1] for emitted in emissions])
         assert summary is not None, "every document has a window"
         kind_logits = self.kinds(summary.to(self.kinds.weight.dtype)).float()
-        loss = None
-        if start_positions is not None or answer_kinds is not None:
-            loss = _loss((start_logits, end_logits), (start_positions, end_positions), kind_logits, answer_kinds)
+        loss = None if wanted is None else _loss(logits, wanted, kind_logits, answer_kinds)
+        start_logits, end_logits = logits.unbind(-1)
         return AnswerOutput(loss=loss, start_logits=start_logits, end_logits=end_logits, kind_logits=kind_logits)
 
 
-def _loss(
-    logits: tuple[Tensor, Tensor],
-    positions: tuple[Tensor | None, Tensor | None],
-    kind_logits: Tensor,
-    kinds: Tensor | None,
-) -> Tensor:
+def _checked(name: str, given: Tensor | None, real: Tensor) -> Tensor:
+    """Columns of answers, on the host; those that are no token, by what is `real` of each row, are refused."""
+    if given is None:
+        raise ValueError(f"{name} is missing: give starts and ends, {IGNORE} where an answer has none.")
+    for row, column in enumerate(columns := given.tolist()):
+        if column != IGNORE and not (0 <= column < real.shape[1] and real[row, column]):
+            raise ValueError(
+                f"{name}: row {row} has {column}, which is no token of the document. Columns of input_ids are "
+                f"expected, or {IGNORE} for an answer that is no stretch of it."
+            )
+    return torch.tensor(columns)
+
+
+def _loss(logits: Tensor, wanted: Sequence[Tensor], kind_logits: Tensor, kinds: Tensor | None) -> Tensor:
+    """Of the kinds, and of starts and ends over all windows together, [B, N, 2]."""
     device = kind_logits.device
     kinds = torch.zeros(len(kind_logits), dtype=torch.long) if kinds is None else kinds
     loss = F.cross_entropy(kind_logits, kinds.to(device))
-    for name, scores, where in zip(("start", "end"), logits, positions, strict=True):
-        if where is None:
-            raise ValueError(f"{name}_positions is missing: give starts and ends, -100 where an answer has none.")
-        where, rows = where.to(device), torch.arange(len(scores), device=device)
-        has = where != IGNORE
-        if not bool(has.any()):
+    for scores, where in zip(logits.unbind(-1), wanted, strict=True):
+        if (where == IGNORE).all():
             loss = loss + 0 * torch.where(scores.isfinite(), scores, 0).sum()  # so that every weight has a gradient
-            continue
-        inside = (where >= 0) & (where < scores.shape[1])
-        inside &= scores[rows, where.clamp(0, scores.shape[1] - 1)].isfinite()
-        if not bool((inside | ~has).all()):
-            row = int((has & ~inside).nonzero()[0])
-            raise ValueError(
-                f"{name}_positions: row {row} has {int(where[row])}, which is no token of the document. Columns of "
-                f"input_ids are expected, or {IGNORE} for an answer that is no stretch of it."
-            )
-        loss = loss + F.cross_entropy(scores[has], where[has]) / 2
+        else:
+            loss = loss + F.cross_entropy(scores, where.to(device), ignore_index=IGNORE) / 2
     return loss

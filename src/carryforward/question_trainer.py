@@ -11,8 +11,9 @@ from torch import nn
 from transformers import TrainingArguments
 
 from .answer_scores import percent, score_all
-from .answering import answer_all, check, padded, tokens
+from .answering import Asked, answer_all, ask
 from .data.questions import Question
+from .data.samples import pad
 from .question_answering import KINDS, RecurrentForQuestionAnswering
 from .reading import IGNORE
 from .whole_trainer import WholeTrainer
@@ -61,39 +62,19 @@ class QuestionTrainer(WholeTrainer):
             raise ValueError(f"QuestionTrainer trains models that find answers, not {type(model).__name__}: make one "
                              'with add_recurrence(encoder, tokenizer=..., head="question-answering").')  # fmt: skip
         self.tokenizer = tokenizer
-        self.lost = [question.id for question in train_dataset if not question.aligned]
-        samples = [self._sample(model, question) for question in train_dataset if question.aligned]
-        if not samples:
+        found = [_sample(asked) for asked in ask(model, train_dataset, tokenizer)]
+        self.lost = [question.id for question, sample in zip(train_dataset, found, strict=True) if sample is None]
+        if len(self.lost) == len(found):
             raise ValueError(f"none of {len(train_dataset)} questions has an answer in its document.")
         if eval_dataset is None:
             args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
         model.recurrence.requires_grad_(args.use_state)
         super().__init__(
-            model, args, data_collator=_collate, train_dataset=samples, eval_dataset=eval_dataset,  # type: ignore[arg-type]
+            model, args, data_collator=_collate,
+            train_dataset=[sample for sample in found if sample is not None],  # type: ignore[arg-type]
+            eval_dataset=None if eval_dataset is None else ask(model, eval_dataset, tokenizer),  # type: ignore[arg-type]
             processing_class=tokenizer, **kwargs,
         )  # fmt: skip
-
-    def _sample(self, model: RecurrentForQuestionAnswering, question: Question) -> dict[str, Any]:
-        asked = tokens(self.tokenizer, question.question)[0]
-        check(model, question, asked)
-        ids, offsets = tokens(self.tokenizer, question.document)
-        start = end = IGNORE
-        if question.place is not None:
-            inside = [
-                i for i, (a, b) in enumerate(offsets) if a < question.place[1] and b > question.place[0] and b > a
-            ]
-            if not inside:
-                raise ValueError(
-                    f"question {question.id}: no token stands for its answer, {question.answers[0].text!r}."
-                )
-            start, end = inside[0], inside[-1]
-        return {
-            "ids": np.array(ids, np.int32),
-            "asked": asked,
-            "start": start,
-            "end": end,
-            "kind": KINDS.index(question.kind),
-        }
 
     def done_after(self, step: int) -> int:
         batch = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
@@ -114,13 +95,14 @@ class QuestionTrainer(WholeTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Exact match and F1 of the best answers. With several processes, each answers all questions."""
-        questions: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        if questions is None:
+        model: Any = self.accelerator.unwrap_model(self.model)
+        asked: Any = self.eval_dataset if eval_dataset is None else ask(model, eval_dataset, self.tokenizer)
+        if asked is None:
             raise ValueError("evaluate needs questions: give eval_dataset, here or to QuestionTrainer.")
+        questions = [one.question for one in asked]
         with self.accelerator.autocast():
             found = answer_all(
-                self.accelerator.unwrap_model(self.model), questions, self.tokenizer,
-                use_state=self.args.use_state, batch_size=self.args.per_device_eval_batch_size,
+                model, asked, use_state=self.args.use_state, batch_size=self.args.per_device_eval_batch_size,
                 allow_none=any(question.kind == "none" for question in questions),
             )  # fmt: skip
         exact, f1 = percent(score_all(questions, [answers[0].text for answers in found]))
@@ -130,15 +112,25 @@ class QuestionTrainer(WholeTrainer):
         return metrics
 
 
+def _sample(asked: Asked) -> dict[str, Any] | None:
+    """What is trained on; None for an answer that no token of the document stands for."""
+    question, start, end = asked.question, IGNORE, IGNORE
+    if question.kind == "span":
+        begin, stop = question.place or (0, 0)
+        inside = np.flatnonzero((asked.offsets[:, 0] < stop) & (asked.offsets[:, 1] > begin))
+        if not len(inside):
+            return None
+        start, end = int(inside[0]), int(inside[-1])
+    return {"ids": asked.ids, "asked": asked.own, "start": start, "end": end, "kind": KINDS.index(question.kind)}
+
+
 def _collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Documents padded on the right; questions are put in front of every window, and stay as they are."""
-    ids, mask = padded([sample["ids"] for sample in samples])
-    asked, asked_mask = padded([sample["asked"] for sample in samples])
+    ids, asked = (pad([torch.from_numpy(sample[name]).long() for sample in samples]) for name in ("ids", "asked"))
     return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "question_ids": asked,
-        "question_mask": asked_mask,
+        **ids,
+        "question_ids": asked["input_ids"],
+        "question_mask": asked["attention_mask"],
         "start_positions": torch.tensor([sample["start"] for sample in samples]),
         "end_positions": torch.tensor([sample["end"] for sample in samples]),
         "answer_kinds": torch.tensor([sample["kind"] for sample in samples]),

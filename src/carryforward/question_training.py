@@ -11,9 +11,9 @@ from transformers import AutoModel, AutoModelForQuestionAnswering, EarlyStopping
 
 from . import checkpoints, console
 from .adding import add_recurrence
-from .answering import tokens
 from .callbacks import StopGently, show
 from .configuration import RecurrenceConfig, RecurrentModelConfig
+from .data.encoding import tokens_of
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
 from .loading import load_config, load_finder, load_model, load_tokenizer
@@ -46,10 +46,11 @@ def train_answers(
     show(trainer)
     if settings.patience is not None:
         trainer.add_callback(EarlyStoppingCallback(settings.patience))
-    lost = f"; {len(trainer.lost)} whose answer is not in the document are left out" * bool(trainer.lost)
+    lost = f"; {len(trainer.lost):,} whose answer is not in the document are left out" * bool(trainer.lost)
     console.note(f"training: {len(train):,} questions{lost}; validation: {len(held_out):,}")
     if settings.recurrence and needs_places(model):
-        measure_places(model, [tokens(tokenizer, question.document)[0] for question in train[:256]])
+        texts = tokens_of(tokenizer, [question.document for question in train[:256]], offsets=False)
+        measure_places(model, [ids for ids, _ in texts])
     told = {"train": _digest(train), "validation": _digest(held_out)}
     run.begin({"data": told, "processes": arguments.world_size, "window": model.config.recurrence.window})
     stop = StopGently()

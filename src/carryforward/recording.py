@@ -6,7 +6,7 @@ and which recording serves which window, is `replay`'s.
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import insertion, losses
+from .memory import Kind
 from .reading import IGNORE
 from .windows import Span
 
@@ -36,7 +37,7 @@ class Work:
     targets: Tensor | None
     start: int
     pooled: tuple[Span, ...]
-    kind: Hashable = None
+    kind: Kind = ()
 
 
 Result = tuple[Tensor | None, tuple[Tensor, ...]]  # the summed loss, and the states

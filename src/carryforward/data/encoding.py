@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+_TOGETHER = 1_000_000  # characters that a tokenizer gets at once: several texts use several cores
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -111,3 +113,43 @@ class Encoder:
 def dtype_for(vocabulary: int) -> np.dtype:
     """The smaller of two types that hold every id of a vocabulary."""
     return np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+
+
+def check_text(name: str, text: Any) -> None:
+    """Refuse what no tokenizer takes and no file can hold; half a surrogate pair gets into JSON when texts are cut."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is of type {type(text).__name__}: give text.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is not Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate pair."
+        ) from error
+
+
+def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool) -> Iterator[tuple[np.ndarray, Any]]:
+    """Each text's tokens without special ones, [N], and the characters each stands for, [N, 2], or None."""
+    if offsets and not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} cannot tell which characters a token is: use a fast tokenizer.")
+    for some in _portions(texts):
+        made = tokenizer(
+            some, add_special_tokens=False, truncation=False, padding=False, return_offsets_mapping=offsets,
+            verbose=False,  # a text longer than the model's positions is what this is for
+        )  # fmt: skip
+        for i, ids in enumerate(made["input_ids"]):
+            spans = np.array(made["offset_mapping"][i], dtype=np.int64).reshape(-1, 2) if offsets else None
+            yield np.array(ids, dtype=np.int64), spans
+
+
+def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Consecutive texts, until they have enough characters."""
+    some: list[str] = []
+    count = 0
+    for text in texts:
+        some.append(text)
+        count += len(text)
+        if count >= _TOGETHER:
+            yield some
+            some, count = [], 0
+    if some:
+        yield some

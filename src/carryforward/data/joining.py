@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long documents out of short ones: a question's own passage among passages of other questions."""
+"""Long documents out of short ones: a question's own passage among passages of other questions.
+
+What is trained on and what is tested on must be parted before: passages are shared by the documents of one list.
+"""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
-from .questions import Answer, Question
+from .questions import Answer, Question, read_questions
 
 _BETWEEN = "\n\n"
 
@@ -13,27 +19,60 @@ _BETWEEN = "\n\n"
 def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0) -> list[Question]:
     """Each question on a document of about so many words: its own passage and others of the same list, in any order.
 
-    No other passage is taken that has an accepted answer's text in it: that would be a second place to find it. Which
-    are taken depends on the seed, the list and the question's id alone.
+    No other passage is taken that has an accepted answer's text in it, in whatever case: that would be a second place
+    to find it. Which are taken depends on the seed, the list and the question's id alone.
 
     Args:
         words: when a document has as many, no further passage is added.
     """
-    passages = list(dict.fromkeys(question.document for question in questions))
-    lengths = {passage: len(passage.split()) for passage in passages}
-    return [_joined(question, passages, lengths, words, seed) for question in questions]
+    texts = dict.fromkeys(question.document for question in questions)
+    passages = [_Passage(text, text.casefold(), len(text.split())) for text in texts]
+    return [_joined(question, passages, words, seed) for question in questions]
 
 
-def _joined(question: Question, passages: list[str], lengths: dict[str, int], words: int, seed: int) -> Question:
+def join_files(
+    files: Sequence[Path], words: int, *, set_aside: int = 0, seed: int = 0
+) -> tuple[list[Question], list[Question]]:
+    """The questions of files, joined each with passages of its own file; and at least so many that were set aside
+    before, none of whose passages is among those of the others."""
+    lists = [read_questions(path) for path in files]
+    drawn = _draw([question for questions in lists for question in questions], set_aside, seed)
+    sides: tuple[list[Question], list[Question]] = [], []
+    for questions in lists:
+        for inside, side in enumerate(sides):
+            side += join_passages([one for one in questions if (one.document in drawn) == inside], words, seed=seed)
+    return sides
+
+
+def _draw(questions: Sequence[Question], count: int, seed: int) -> set[str]:
+    """Passages at random, until they have so many questions."""
+    asked = Counter(question.document for question in questions)
+    drawn: set[str] = set()
+    for passage in random.Random(seed).sample(list(asked), len(asked)):
+        if count <= 0:
+            return drawn
+        drawn.add(passage)
+        count -= asked[passage]
+    raise ValueError(f"{len(questions):,} questions on {len(asked):,} passages are too few to set that many aside.")
+
+
+class _Passage(NamedTuple):
+    text: str
+    folded: str
+    words: int
+
+
+def _joined(question: Question, passages: list[_Passage], words: int, seed: int) -> Question:
     draw = random.Random(f"{seed} {question.id}")
-    others, total, tried = [], lengths[question.document], {question.document}
+    accepted = [answer.text.casefold() for answer in question.answers if answer.text]
+    others, total, tried = [], len(question.document.split()), {question.document}
     while total < words and len(tried) < len(passages):
         other = passages[draw.randrange(len(passages))]
-        if other not in tried:
-            tried.add(other)
-            if not any(answer.text and answer.text in other for answer in question.answers):
-                others.append(other)
-                total += lengths[other]
+        if other.text not in tried:
+            tried.add(other.text)
+            if not any(text in other.folded for text in accepted):
+                others.append(other.text)
+                total += other.words
     place = draw.randrange(len(others) + 1)
     before = "".join(other + _BETWEEN for other in others[:place])
     document = _BETWEEN.join([*others[:place], question.document, *others[place:]])

@@ -8,10 +8,14 @@ and the Hub's rows of it. Rows are a JSON list or JSON lines. Files may be compr
 import gzip
 import json
 import lzma
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from ..files import write_whole
 
 FORMATS = ("hotpotqa", "squad")
 
@@ -68,16 +72,53 @@ def read_questions(path: str | Path) -> list[Question]:
     """All questions of a file. Those whose answer is not in the text are there too: see `Question.aligned`."""
     path = Path(path)
     content = _content(path)
-    if isinstance(content, dict) and isinstance(content.get("data"), list):
-        return list(_squad(content["data"], path))
-    if isinstance(content, list) and content and isinstance(content[0], dict):
-        for make, fields in _ROWS:
-            if all(field in content[0] for field in fields):
-                return [_checked(make, row, number, path) for number, row in enumerate(content)]
-    raise ValueError(
-        f"{path} is neither HotpotQA's nor SQuAD's: a JSON object with 'data', or rows with a question, a context and "
-        "an answer, is expected."
-    )
+    try:
+        found = list(_questions(content, path))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is neither HotpotQA's nor SQuAD's: a JSON object with 'data', or rows with a question, a context "
+            "and an answer, is expected."
+        ) from error
+    if not found:
+        raise ValueError(f"{path} has no questions.")
+    _check_ids(found, path)
+    return found
+
+
+def write_questions(questions: Sequence[Question], path: Path) -> None:
+    """A file of SQuAD's format."""
+    _check_ids(questions, path)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for question in questions:
+        if question.kind in ("yes", "no"):
+            raise ValueError(f"question {question.id}: SQuAD's format has no answer {question.kind!r}.")
+        # one that is not in the document begins anywhere: whoever reads the file will not find it either
+        answers = [{"text": answer.text, "answer_start": answer.start or 0} for answer in question.answers]
+        row = {"id": question.id, "question": question.question, "answers": answers, "is_impossible": not answers}
+        rows.setdefault(question.document, []).append(row)
+    paragraphs = [{"context": document, "qas": qas} for document, qas in rows.items()]
+    content = {"version": "2.0", "data": [{"title": "", "paragraphs": paragraphs}]}
+    write_whole(path, json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def _check_ids(questions: Sequence[Question], path: Path) -> None:
+    """Predictions and scores go by them."""
+    (name, count), *_ = Counter(question.id for question in questions).most_common(1)
+    if count > 1:
+        raise ValueError(f"{path}: several questions have the id {name}.")
+
+
+def _questions(content: Any, path: Path) -> Iterator[Question]:
+    if isinstance(content, dict):
+        for article in content["data"]:
+            for paragraph in article["paragraphs"]:
+                make = partial(_squad_question, paragraph.get("context"))
+                yield from (_checked(make, row, number, path) for number, row in enumerate(paragraph["qas"]))
+    elif content:
+        fitting = [make for make, fields in _ROWS if all(field in content[0] for field in fields)]
+        if not fitting:
+            raise KeyError(*content[0])
+        yield from (_checked(fitting[0], row, number, path) for number, row in enumerate(content))
 
 
 def _content(path: Path) -> Any:
@@ -91,11 +132,16 @@ def _content(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read: {error}") from error
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except json.JSONDecodeError as error:
+        whole = error
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):  # `splitlines` would split within strings too
         try:
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows += [json.loads(line)] if line.strip() else []
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is no JSON: line {error.lineno}, {error.msg}.") from error
+            where = f"line {number}, {error.msg}" if rows else f"line {whole.lineno}, {whole.msg}"
+            raise ValueError(f"{path} is no JSON: {where}.") from error
+    return rows
 
 
 def _checked(make: Callable[[Any], Question], row: Any, number: int, path: Path) -> Question:
@@ -110,14 +156,9 @@ def _checked(make: Callable[[Any], Question], row: Any, number: int, path: Path)
 # --- SQuAD -----------------------------------------------------------------------------------------------------------
 
 
-def _squad(articles: list[Any], path: Path) -> Iterator[Question]:
-    for article in articles:
-        for paragraph in article["paragraphs"] if isinstance(article, dict) else []:
-            for number, row in enumerate(paragraph["qas"]):
-                yield _checked(lambda row: _squad_question(paragraph["context"], row), row, number, path)  # noqa: B023
-
-
-def _squad_question(document: str, row: Any) -> Question:
+def _squad_question(document: Any, row: Any) -> Question:
+    if not isinstance(document, str):
+        raise TypeError("there is no context")
     name, told = str(row["id"]), row.get("answers") or []
     if row.get("is_impossible"):
         told = []
@@ -178,21 +219,29 @@ def _hotpot_question(name: str, row: Any, paragraphs: list[tuple[str, Any]], fac
     text = row["answer"].strip()
     if text.lower() in ("yes", "no"):
         return Question(name, row["question"].strip(), document, (Answer(text),), text.lower(), "hotpotqa")
-    starts = (_word(document, text, *stretch) for stretch in (*near, *around, (0, len(document))))
-    start = next((start for start in starts if start is not None), None)
+    start = _first(document, text, [near, around, [(0, len(document))]])
     return Question(name, row["question"].strip(), document, (Answer(text, start),), "span", "hotpotqa")
 
 
-def _word(document: str, text: str, start: int, stop: int) -> int | None:
-    """Where a text stands between two characters, as words of its own if it does so anywhere."""
-    found, at = None, document.find(text, start, stop) if text else -1
+def _first(document: str, text: str, preferred: Sequence[Sequence[tuple[int, int]]]) -> int | None:
+    """Where a text stands first in the stretches that are preferred, or else in the next ones; as words of its own if
+    it does so in any of these."""
+    for stretches in preferred:
+        places = [place for stretch in stretches for place in _occurrences(document, text, *stretch)]
+        for place in places:
+            around = document[max(place - 1, 0) : place], document[place + len(text) : place + len(text) + 1]
+            if not any(character.isalnum() for character in around):
+                return place
+        if places:
+            return places[0]
+    return None
+
+
+def _occurrences(document: str, text: str, start: int, stop: int) -> Iterator[int]:
+    at = document.find(text, start, stop) if text else -1
     while at >= 0:
-        around = document[max(at - 1, 0) : at], document[at + len(text) : at + len(text) + 1]
-        if not any(character.isalnum() for character in around):
-            return at
-        found = at if found is None else found
+        yield at
         at = document.find(text, at + 1, stop)
-    return found
 
 
 _ROWS: tuple[tuple[Callable[[Any], Question], tuple[str, ...]], ...] = (
