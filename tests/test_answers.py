@@ -155,21 +155,21 @@ def test_what_is_set_aside_shares_no_passage(tmp_path):
             {"context": text, "qas": [{"id": f"{name}{n}{i}", "question": "Which?", "answers": [
                 {"text": f"w{name}{n}x", "answer_start": text.index("w" + name)}]} for i in range(3)]}
             for n, text in enumerate(passages)]}]})  # fmt: skip
-    train, test = join_files(files, 30, set_aside=31, seed=2)
-    assert (len(train), len(test)) == (120 - 33, 33), "passages stay whole"
-    for side in (train, test):
+    train, test, validation = sides = join_files(files, 30, set_aside=(31, 14), seed=2)
+    assert (len(train), len(test), len(validation)) == (120 - 33 - 15, 33, 15), "passages stay whole"
+    for side in sides:
         write_questions(side, tmp_path / "out.json")
         assert read_questions(tmp_path / "out.json") == sorted(
             side, key=lambda q: [o.document for o in side].index(q.document)
         )
         assert all(q.document[slice(*q.place)] == f"w{q.id[:-1]}x" for q in side)
         assert not any(f"wa{n}x" in q.document for q in side for n in range(20) if q.id[0] == "b"), "of one file"
-    shared = [{part for question in side for part in question.document.split("\n\n")} for side in (train, test)]
-    assert not shared[0] & shared[1]
-    assert len(shared[0] | shared[1]) == 40
-    assert join_files(files, 30)[1] == []
-    with pytest.raises(ValueError, match="too few to set that many aside"):
-        join_files(files, 30, set_aside=121)
+    shared = [{part for question in side for part in question.document.split("\n\n")} for side in sides]
+    assert sum(map(len, shared)) == len(set.union(*shared)) == 40
+    assert [len(side) for side in join_files(files, 30)] == [120]
+    for counts in ((118,), (60, 58), (121,)):
+        with pytest.raises(ValueError, match="too few to set that many aside"):
+            join_files(files, 30, set_aside=counts)
     with pytest.raises(ValueError, match="several questions have the id a00"):
         write_questions([*train, *join_files(files, 30)[0]], tmp_path / "out.json")
     with pytest.raises(ValueError, match="question q: SQuAD's format has no answer 'yes'"):

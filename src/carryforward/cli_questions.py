@@ -20,6 +20,7 @@ qa = typer.Typer(
 _AROUND = 80  # characters shown beside an answer
 Overlap = Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")]
 Window = Annotated[int | None, typer.Option(help="For plain models; up to 512 tokens by default.")]
+Aside = Annotated[Path | None, typer.Option(dir_okay=False, help="File for questions that are set aside.")]
 Longest = Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")]
 
 
@@ -122,8 +123,10 @@ def join(
     files: Annotated[list[Path], typer.Argument(help="SQuAD's JSON, or rows of it; .gz and .xz are read too.")],
     out: Annotated[Path, typer.Option(dir_okay=False, help="File to write, in SQuAD's format.")],
     words: Annotated[int, typer.Option(min=1, help="Words of a document.")] = 900,
-    test: Annotated[Path | None, typer.Option(dir_okay=False, help="File for questions that are set aside.")] = None,
+    test: Aside = None,
     test_questions: Annotated[int, typer.Option(min=1, help="How many; their passages are in no other file.")] = 5000,
+    validation: Aside = None,
+    validation_questions: Annotated[int, typer.Option(min=1, help="Likewise.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the joining, and of what is set aside.")] = 0,
 ) -> None:
     """Make long documents of short ones: a question's passage among passages of its file, those with the answer left
@@ -133,10 +136,9 @@ def join(
         from .data.joining import join_files
         from .data.questions import write_questions
 
-        sides = join_files(files, words, set_aside=0 if test is None else test_questions, seed=seed)
-        for path, questions in zip((out, test), sides, strict=True):
-            if path is None:
-                continue
+        aside = {path: count for path, count in ((test, test_questions), (validation, validation_questions)) if path}
+        sides = join_files(files, words, set_aside=[*aside.values()], seed=seed)
+        for path, questions in zip((out, *aside), sides, strict=True):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_questions(questions, path)
             lengths = [len(question.document.split()) for question in questions]

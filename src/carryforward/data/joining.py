@@ -31,29 +31,34 @@ def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0) -
 
 
 def join_files(
-    files: Sequence[Path], words: int, *, set_aside: int = 0, seed: int = 0
-) -> tuple[list[Question], list[Question]]:
-    """The questions of files, joined each with passages of its own file; and at least so many that were set aside
-    before, none of whose passages is among those of the others."""
+    files: Sequence[Path], words: int, *, set_aside: Sequence[int] = (), seed: int = 0
+) -> list[list[Question]]:
+    """The questions of files, joined each with passages of its own file; and, for each number in `set_aside`, at least
+    so many that were taken away before, none of whose passages is among those of any other."""
     lists = [read_questions(path) for path in files]
     drawn = _draw([question for questions in lists for question in questions], set_aside, seed)
-    sides: tuple[list[Question], list[Question]] = [], []
+    sides: list[list[Question]] = [[] for _ in (None, *set_aside)]
     for questions in lists:
-        for inside, side in enumerate(sides):
-            side += join_passages([one for one in questions if (one.document in drawn) == inside], words, seed=seed)
+        for number, side in enumerate(sides):
+            own = [question for question in questions if drawn.get(question.document, 0) == number]
+            side += join_passages(own, words, seed=seed)
     return sides
 
 
-def _draw(questions: Sequence[Question], count: int, seed: int) -> set[str]:
-    """Passages at random, until they have so many questions."""
+def _draw(questions: Sequence[Question], counts: Sequence[int], seed: int) -> dict[str, int]:
+    """Passages at random, for each count until they have so many questions; and which of the counts it was, from 1."""
     asked = Counter(question.document for question in questions)
-    drawn: set[str] = set()
-    for passage in random.Random(seed).sample(list(asked), len(asked)):
-        if count <= 0:
-            return drawn
-        drawn.add(passage)
-        count -= asked[passage]
-    raise ValueError(f"{len(questions):,} questions on {len(asked):,} passages are too few to set that many aside.")
+    passages = iter(random.Random(seed).sample(list(asked), len(asked)))
+    drawn: dict[str, int] = {}
+    for number, count in enumerate(counts, start=1):
+        for passage in passages:
+            drawn[passage] = number
+            count -= asked[passage]
+            if count <= 0:
+                break
+    if len(drawn) == len(asked):  # nothing is left to train on
+        raise ValueError(f"{len(questions):,} questions on {len(asked):,} passages are too few to set that many aside.")
+    return drawn
 
 
 class _Passage(NamedTuple):

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Question answering over long documents: does a state help (section 5.4 of the paper, claim C7)?
+
+    python run.py path/to/minilm path/to/qa path/to/hotpotqa [--only recurrent-256] [--seeds 0]   # runs what is missing
+    python run.py --tables                                                                        # writes README.md
+
+Passages of SQuADShifts are joined to documents of about 900 words, and some passages set aside with their questions.
+Every cell is trained on the rest and tested on these, and on COVID-QA, which it was never trained on; then it is
+trained on the HotpotQA sample and tested on that. What is finished is never run again, and what was stopped goes on.
+Models are in `runs/questions/`, results in `results/`.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from carryforward.answer_reports import evaluate_answers
+from carryforward.data.joining import join_files
+from carryforward.data.questions import write_questions
+from carryforward.files import write_whole
+from carryforward.question_training import train_answers
+from carryforward.settings import QuestionSettings
+
+HERE = Path(__file__).parent
+RESULTS, WORK = HERE / "results", Path("runs/questions")
+WORDS, TEST, VALIDATION = 900, 5000, 1000  # words of a document, questions set aside
+CELLS: dict[str, dict[str, Any]] = {
+    f"{kind}-{window}": {"window": window, **more}
+    for window in (256, 512)
+    for kind, more in (("disjoint", {"recurrence": False}), ("recurrent", {}))
+}
+TRIED: dict[str, dict[str, Any]] = {  # what else a state can be, windows of 256, seed 0
+    "every-layer-256": {"window": 256, "insert_at": ("all",)},
+    "kept-256": {"window": 256, "slots": 0, "kept": 124, "sinks": 4},
+    "one-window-bptt-256": {"window": 256, "bptt_windows": 1},
+}
+RESAMPLES = 10_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "paths", nargs="*", type=Path, help="the encoder, the folder of SQuAD files, that of HotpotQA's"
+    )
+    parser.add_argument("--only", nargs="+", choices=[*CELLS, *TRIED], default=[*CELLS])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--tables", action="store_true")
+    given = parser.parse_args()
+    if not given.tables:
+        encoder, squad, hotpot = given.paths
+        files = prepare(squad, hotpot)
+        for seed in given.seeds:
+            for cell in given.only:
+                run(cell, seed, encoder, files)
+    tables()
+
+
+def prepare(squad: Path, hotpot: Path) -> dict[str, Path]:
+    """Files of questions, by what they are for."""
+    files = {name: WORK / f"{name}.json" for name in ("train", "validation", "squadshifts")}
+    if not all(path.exists() for path in files.values()):
+        WORK.mkdir(parents=True, exist_ok=True)
+        sides = join_files(sorted(squad.glob("squadshifts_*")), WORDS, set_aside=(VALIDATION, TEST), seed=0)
+        for path, side in zip(files.values(), sides, strict=True):
+            write_questions(side, path)
+    (covid,) = squad.glob("covid_qa*")
+    (dev,), (train,) = hotpot.glob("*dev*"), hotpot.glob("*train*")
+    return {**files, "covid-qa": covid, "hotpotqa-train": train, "hotpotqa": dev}
+
+
+def run(cell: str, seed: int, encoder: Path, files: dict[str, Path]) -> None:
+    shared = yaml.safe_load((HERE / "recipes" / "minilm.yaml").read_text())
+    settings = QuestionSettings(**shared, **(CELLS | TRIED)[cell], model=str(encoder), data=str(files["train"]),
+                                validation_data=str(files["validation"]), seed=seed)  # fmt: skip
+    first, second = WORK / f"{cell}-seed{seed}", WORK / f"{cell}-seed{seed}-hotpotqa"
+    score(first, settings, seed, cell, {name: files[name] for name in ("squadshifts", "covid-qa")})
+    plain = QuestionSettings(model=str(first), data=str(files["hotpotqa-train"]))
+    kept = ("learning_rate", "recurrence_learning_rate", "epochs", "batch_size", "bf16", "seed", "recurrence")
+    later = replace(plain, **{name: getattr(settings, name) for name in kept})
+    score(second, later, seed, cell, {"hotpotqa": files["hotpotqa"]})
+
+
+def score(model: Path, settings: QuestionSettings, seed: int, cell: str, texts: dict[str, Path]) -> None:
+    """Train, unless it is done, and answer what is not answered yet."""
+    folder = RESULTS / f"{cell}-seed{seed}"
+    lacking = {name: path for name, path in texts.items() if not (folder / f"{name}.json").exists()}
+    if not lacking:
+        return
+    record = train_answers(settings, model)
+    record = {name: record[name] for name in ("settings", "steps", "questions", "best_f1", "seconds", "history")}
+    for name, path in lacking.items():
+        (found,) = evaluate_answers([str(model)], path, batch_size=64, bf16=settings.bf16)
+        for row in found["rows"]:
+            pairs = row.pop("scores").values()  # in the order of the file; as few characters as they need
+            row["exact_each"] = "".join(str(int(exact)) for exact, _ in pairs)
+            row["f1_each"] = [round(1000 * f1) for _, f1 in pairs]
+        found["model"]["name"] = cell
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / f"{name}.json", json.dumps({**found, "run": record}) + "\n")
+
+
+def tables() -> None:
+    lines = ["# Questions about long documents", "", " ".join(ABOUT.split())]
+    results = load()
+    for text, about in TEXTS.items():
+        rows = [line for cell in (CELLS | TRIED) for line in _row(results, cell, text)]
+        if rows:
+            lines += ["", f"## {about}", "", _counts(results, text), "", *HEAD, *rows]
+    lines += ["", "## Claim C7: about one point better than disjoint windows", ""]
+    lines += [verdict(results, text, window) for text in TEXTS for window in (256, 512)]
+    lines += ["", "Written by `python experiments/questions/run.py --tables`."]
+    write_whole(HERE / "README.md", "\n".join(lines) + "\n")
+
+
+def load() -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Results by cell and text, in the order of the seeds."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for path in sorted(RESULTS.glob("*/*.json")):
+        found.setdefault((path.parent.name.rpartition("-seed")[0], path.stem), []).append(json.loads(path.read_text()))
+    return found
+
+
+def _counts(results: dict[tuple[str, str], list[dict[str, Any]]], text: str) -> str:
+    data = next(found[0]["data"] for (_, name), found in results.items() if name == text)
+    return f"{data['questions']:,} questions, {data['words']:,} words a document."
+
+
+def _row(results: dict[tuple[str, str], list[dict[str, Any]]], cell: str, text: str) -> list[str]:
+    """Means over seeds; the gain over disjoint windows of the same length, and what the state's removal costs."""
+    found = results.get((cell, text))
+    if not found:
+        return []
+    first = [one["rows"][0] for one in found]
+    exact, f1 = (np.mean([row[name] for row in first]) for name in ("exact", "f1"))
+    plain = results.get((f"disjoint-{cell.rpartition('-')[2]}", text))
+    cells = [cell, str(len(found)), f"{exact:.2f}", f"{f1:.2f}"]
+    if cell.startswith("disjoint") or plain is None:
+        return ["| " + " | ".join([*cells, "", "", ""]) + " |"]
+    mean, low, high = difference(found, plain)
+    each = ", ".join(f"{a['rows'][0]['f1'] - b['rows'][0]['f1']:+.2f}" for a, b in zip(found, plain, strict=False))
+    removed = np.mean([row["f1"] for one in found for row in one["rows"][1:]])
+    return ["| " + " | ".join([*cells, f"{mean:+.2f} ({low:+.2f} to {high:+.2f})", each, f"{removed:.2f}"]) + " |"]
+
+
+def difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[float, float, float]:
+    """How much better the F1 is, in points: the mean over seeds that both have, and the 95 % interval of a paired
+    bootstrap over questions."""
+    pairs = list(zip(ours, theirs, strict=False))
+    gains = np.mean([np.subtract(*(side["rows"][0]["f1_each"] for side in pair)) for pair in pairs], axis=0) / 10
+    drawn = np.random.default_rng(0).integers(len(gains), size=(RESAMPLES, len(gains)), dtype=np.int32)
+    low, high = np.percentile(gains[drawn].mean(axis=1), [2.5, 97.5])
+    return float(gains.mean()), float(low), float(high)
+
+
+def verdict(results: dict[tuple[str, str], list[dict[str, Any]]], text: str, window: int) -> str:
+    ours, theirs = (results.get((f"{kind}-{window}", text)) for kind in ("recurrent", "disjoint"))
+    what = f"* {text}, windows of {window}: "
+    if not ours or not theirs:
+        return what + "not measured yet."
+    mean, low, high = difference(ours, theirs)
+    if low > 0:
+        told = "**holds**" if high >= 1 else "**better, but by less**"
+    else:
+        told = "**does not hold**" if high < 1 else "**undecided**"
+    return what + f"{told}, {mean:+.2f} points ({low:+.2f} to {high:+.2f})."
+
+
+ABOUT = """
+An encoder of 22 million parameters (all-MiniLM-L6-v2, 512 positions) reads a question and a document window by window.
+Disjoint windows stand alone; recurrent ones have a state. The same windows, questions, seeds and training otherwise.
+SQuADShifts (Amazon, Reddit, new Wikipedia) is joined to documents of about 900 words with passages of the same file
+that do not have the answer; questions are set aside by passage. Intervals are of 95 %, by a paired bootstrap over
+questions. Figures on the sample of HotpotQA are not figures of its development set.
+"""
+TEXTS = {
+    "squadshifts": "SQuADShifts, joined: questions set aside",
+    "covid-qa": "COVID-QA, trained on SQuADShifts alone",
+    "hotpotqa": "HotpotQA, a sample, trained on another sample after SQuADShifts",
+}
+HEAD = [
+    "| model and window | seeds | exact match | F1 | F1 against disjoint | by seed | state removed: F1 |",
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+]
+
+
+if __name__ == "__main__":
+    main()
