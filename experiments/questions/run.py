@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 
 from carryforward.answer_reports import evaluate_answers
+from carryforward.answering import MAX_TOKENS
 from carryforward.data.joining import join_files
 from carryforward.data.questions import write_questions
 from carryforward.files import write_whole
@@ -39,6 +40,7 @@ TRIED: dict[str, dict[str, Any]] = {  # what else a state can be, windows of 256
     "kept-256": {"window": 256, "slots": 0, "kept": 124, "sinks": 4},
     "one-window-bptt-256": {"window": 256, "bptt_windows": 1},
 }
+LONGEST = {"covid-qa": 100}  # tokens of an answer; one in five has more than the usual 30
 RESAMPLES = 10_000
 
 
@@ -93,8 +95,12 @@ def score(model: Path, settings: QuestionSettings, seed: int, cell: str, texts: 
         return
     record = train_answers(settings, model)
     record = {name: record[name] for name in ("settings", "steps", "questions", "best_f1", "seconds", "history")}
+    for place in ("model", "data", "validation_data"):  # where things lie on this machine
+        record["settings"][place] = record["settings"][place] and Path(record["settings"][place]).name
     for name, path in lacking.items():
-        (found,) = evaluate_answers([str(model)], path, batch_size=64, bf16=settings.bf16)
+        (found,) = evaluate_answers(
+            [str(model)], path, batch_size=64, bf16=settings.bf16, max_answer_tokens=LONGEST.get(name, MAX_TOKENS)
+        )
         for row in found["rows"]:
             pairs = row.pop("scores").values()  # in the order of the file; as few characters as they need
             row["exact_each"] = "".join(str(int(exact)) for exact, _ in pairs)
