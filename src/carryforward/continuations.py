@@ -84,7 +84,7 @@ def continued(name: str, settings: ContinuationSettings, out: Path, *, device: s
         {"model": {"name": name, "window": recurrence.window, "overlap": recurrence.overlap, "kept": recurrence.seen,
                    "trained_tokens": _trained(loaded)},
          "plain": plain and {"name": settings.plain, "trained_tokens": _trained(plain)}, "context_tokens": tokens,
-         "data": {"name": documents.name, "split": documents.split, "documents": len(documents)}},
+         "data": documents.about()},
     )  # fmt: skip
 
 

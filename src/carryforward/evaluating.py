@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from . import console
 from .adding import add_recurrence
 from .data.corpora import open_corpus
-from .data.documents import Documents, tokenise
+from .data.documents import tokenise
 from .evaluation import Perplexity, check_positions, perplexity
 from .flops import flops_per_token
 from .loading import Loaded, load_causal, usable_device
@@ -80,17 +80,10 @@ def evaluate(
                     f"{name} gives no finite likelihoods at overlap {overlap}: its weights hold NaN or are far too "
                     "large. Evaluate an earlier checkpoint, or train again with a smaller learning rate."
                 )
-            rows.append(
-                {
-                    "overlap": overlap,
-                    "use_state": use_state and loaded.recurrent,
-                    "untrained_overlap": loaded.recurrent and overlap != trained,
-                    **dataclasses.asdict(score),
-                    **_ratios(score),
-                    "flops": _flops(loaded, window, overlap, use_state),
-                    "seconds": time.perf_counter() - begun,
-                }
-            )
+            told = {"overlap": overlap, "use_state": use_state and loaded.recurrent,
+                    "untrained_overlap": loaded.recurrent and overlap != trained}  # fmt: skip
+            cost = {"flops": _flops(loaded, window, overlap, use_state), "seconds": time.perf_counter() - begun}
+            rows.append({**told, **dataclasses.asdict(score), **_ratios(score), **cost})
     settings = {"batch_size": batch_size, "bf16": bf16, "reset_every": reset_every}
     return {
         "kind": "evaluation",
@@ -98,7 +91,7 @@ def evaluate(
         "seed": seed,
         "settings": settings,
         "model": _about_model(loaded, window, trained),
-        "data": _about_data(documents),
+        "data": documents.about(),
         "rows": rows,
     }
 
@@ -158,18 +151,4 @@ def _about_model(loaded: Loaded, window: int, trained: int | None) -> dict[str, 
         "trained_tokens": loaded.run.get("tokens") if loaded.run else None,
         "window": window,
         "recurrence": dataclasses.asdict(recurrence) if recurrence else None,
-    }
-
-
-def _about_data(documents: Documents) -> dict[str, Any]:
-    return {
-        "name": documents.name,
-        "split": documents.split,
-        "key": documents.key,
-        "documents": len(documents),
-        "tokens": int(documents.lengths.sum()),
-        "words": int(documents.words.sum()),
-        "bytes": int(documents.bytes.sum()),
-        "line_ends": int(documents.line_ends.sum()),
-        "max_tokens": documents.max_tokens,
     }

@@ -104,17 +104,13 @@ class TrainSettings(RecurrentSettings):
     seed: int = _training(0, "Seed of everything random.")
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag(name)} {value}: it must be at least 1.")
+        _at_least(1, self, "max_document_tokens", "max_validation_tokens", "windows_per_sample", "search_tokens",
+                  "train_tokens", "eval_tokens", "save_tokens", "batch_size", "accumulate")  # fmt: skip
+        _at_least(0, self, "warmup_steps", "max_grad_norm")
         for name in ("learning_rate", "recurrence_learning_rate"):
             rates = getattr(self, name)
             if not rates or not all(0 < rate < math.inf for rate in rates):
                 raise ValueError(f"{flag(name)} {' '.join(map(str, rates))}: rates are numbers above 0.")
-        for name in ("warmup_steps", "max_grad_norm"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{flag(name)} {getattr(self, name)}: it must be at least 0.")
         if self.fast_path not in FAST_PATHS:
             raise ValueError(f"--fast-path {self.fast_path}: it is one of {', '.join(FAST_PATHS)}.")
         if not 0 < self.epochs < math.inf:
@@ -126,12 +122,16 @@ class TrainSettings(RecurrentSettings):
         self.recurrence_fields()
 
 
-_AT_LEAST_ONE = ("max_document_tokens", "max_validation_tokens", "windows_per_sample", "search_tokens", "train_tokens",
-                 "eval_tokens", "save_tokens", "batch_size", "accumulate")  # fmt: skip
-
-
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _at_least(least: int, settings: Any, *names: str) -> None:
+    """Refuse smaller numbers; None is what the default is."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise ValueError(f"{flag(name)} {value}: it must be at least {least}.")
 
 
 def _windows(given: str) -> int | str:
@@ -175,10 +175,8 @@ class QuestionSettings(RecurrentSettings):
     seed: int = _training(0, "Seed of everything random, joining included.")
 
     def __post_init__(self) -> None:
-        for name in ("join_words", "max_questions", "max_validation_questions", "patience", "batch_size", "accumulate"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag(name)} {value}: it must be at least 1.")
+        _at_least(1, self, "join_words", "max_questions", "max_validation_questions", "patience", "batch_size",
+                  "accumulate")  # fmt: skip
         for name in ("learning_rate", "recurrence_learning_rate", "epochs"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -218,9 +216,5 @@ class ContinuationSettings:
     topics_from: str | None = _topics(None, "Take those that an earlier run fitted: its folder lda.")
 
     def __post_init__(self) -> None:
-        for name in ("contexts", "context_tokens", "new_tokens", "batch_size", "topics", "fit_documents"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag(name)} {value}: it must be at least 1.")
-        if self.seed < 0:
-            raise ValueError(f"--seed {self.seed}: it must be at least 0.")
+        _at_least(1, self, "contexts", "context_tokens", "new_tokens", "batch_size", "topics", "fit_documents")
+        _at_least(0, self, "seed")

@@ -136,7 +136,7 @@ def write(
     pieces = Pieces(loaded.tokenizer, earlier + ids, show, continues=not ids, continued=state_out is not None)
     prompts = torch.tensor([ids], dtype=torch.long, device=device)
     begun = time.perf_counter()
-    stop, state_error = Interruptible(), None
+    stop = Interruptible()
     with stop.listening(signal.SIGINT):
         out = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), **(choice or Choice()).settings(), **reading,
@@ -146,13 +146,7 @@ def write(
             logits_processor=[_numbers], return_dict_in_generate=True,
         )  # fmt: skip
         ended = time.perf_counter()
-        if state_out is not None:
-            before, last = out.past_key_values.state, out.sequences[:, -1:]
-            whole = model.advance_state(last, state=before, overlap=overlap, use_state=use_state)
-            try:
-                whole.save(state_out)
-            except (OSError, SafetensorError) as error:
-                state_error = f"--state-out {state_out} could not be written: {error}"
+        state_error = None if state_out is None else _save_state(model, out, state_out, overlap, use_state)
     written = len(pieces.times)
     return {
         "model": name,
@@ -208,6 +202,18 @@ def _load_state(path: Path, device: str) -> State:
             f'carryforward.State.load("{path}")[:1].save("first.state") is the first.'
         )
     return state
+
+
+def _save_state(model: Any, out: Any, path: Path, overlap: int | None, use_state: bool) -> str | None:
+    """The state after all that was written, the last token too; if it cannot be saved, why."""
+    whole = model.advance_state(
+        out.sequences[:, -1:], state=out.past_key_values.state, overlap=overlap, use_state=use_state
+    )
+    try:
+        whole.save(path)
+    except (OSError, SafetensorError) as error:
+        return f"--state-out {path} could not be written: {error}"
+    return None
 
 
 def _reading(

@@ -74,6 +74,20 @@ class Documents(Sequence[np.ndarray]):
             names if names is not None else [str(i) for i in range(len(arrays))],
         )  # fmt: skip
 
+    def about(self) -> dict[str, Any]:
+        """As every result says what it was measured on."""
+        return {
+            "name": self.name,
+            "split": self.split,
+            "key": self.key,
+            "documents": len(self),
+            "tokens": int(self.lengths.sum()),
+            "words": int(self.words.sum()),
+            "bytes": int(self.bytes.sum()),
+            "line_ends": int(self.line_ends.sum()),
+            "max_tokens": self.max_tokens,
+        }
+
     def __len__(self) -> int:
         return len(self.lengths)
 
