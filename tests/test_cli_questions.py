@@ -4,10 +4,12 @@
 import io
 import json
 import shutil
+from pathlib import Path
 
 import prose
 import pytest
 import torch
+import yaml
 from test_cli import fail, succeed
 from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
@@ -19,6 +21,7 @@ from carryforward.data.questions import Answer, Question, read_questions
 from carryforward.question_trainer import QuestionTrainer, QuestionTrainingArguments
 from carryforward.settings import QuestionSettings
 
+SHIPPED = sorted((Path(__file__).parents[1] / "experiments" / "questions" / "settings").glob("*.yaml"))
 TRAIN = ["--window", 40, "--epochs", 2, "--batch-size", 4, "--learning-rate", 1e-3]
 
 
@@ -250,3 +253,10 @@ def test_other_models_are_refused(tmp_path):
     arguments = QuestionTrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(ValueError, match="trains models that find answers, not Linear"):
         QuestionTrainer(torch.nn.Linear(2, 2), arguments, [], tokenizer=None)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_settings_that_are_shipped_can_be_used(path):
+    given = {"model": "encoder", "data": "questions.json", **yaml.safe_load(path.read_text())}
+    assert QuestionSettings(**given).epochs >= 3
+    assert len(SHIPPED) == 2

@@ -76,7 +76,7 @@ def prepare(squad: Path, hotpot: Path) -> dict[str, Path]:
 
 
 def run(cell: str, seed: int, encoder: Path, files: dict[str, Path]) -> None:
-    shared = yaml.safe_load((HERE / "recipes" / "minilm.yaml").read_text())
+    shared = yaml.safe_load((HERE / "settings" / "minilm.yaml").read_text())
     settings = QuestionSettings(**shared, **(CELLS | TRIED)[cell], model=str(encoder), data=str(files["train"]),
                                 validation_data=str(files["validation"]), seed=seed)  # fmt: skip
     first, second = WORK / f"{cell}-seed{seed}", WORK / f"{cell}-seed{seed}-hotpotqa"

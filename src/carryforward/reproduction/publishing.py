@@ -70,7 +70,7 @@ def _claims(folder: Path) -> str:
         seeds = sorted({row.seed for part in parts.values() for row in part.rows})
         trained = ". The models scored on WikiText were trained on books" * (articles is found[_TABLE2])
         notes.append(f"* {path.stem}: {'; '.join(texts)}; seeds {', '.join(map(str, seeds))}{trained}.")
-    elsewhere = "C6 is on [a page of its own](topics/README.md); C7 is about question answering."
+    elsewhere = "C6 ([topics](topics/README.md)) and C7 ([questions](questions/README.md)) are on pages of their own."
     intro = f"# The paper's claims, here\n\n{_NOTE}\n{elsewhere}\n"
     if not settings:
         return f"{intro}\nNothing is measured yet.\n"
