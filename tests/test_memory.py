@@ -62,8 +62,8 @@ def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):
 
 
 def test_places_that_are_there_serve_their_own_kind_alone(monkeypatch):
-    free, cpu, many, few = 1000, torch.device("cpu"), (4, 8), (2, 8)
-    monkeypatch.setattr(memory, "available", lambda device: free)
+    cpu, many, few = torch.device("cpu"), (4, 8), (2, 8)
+    monkeypatch.setattr(memory, "available", lambda device: 1000)  # with what is taken, where nothing lives
     monkeypatch.setitem(memory.SHARE, "cpu", 0.5)
     allowance = memory.Allowance()
     allowance.keep = "auto"
@@ -71,11 +71,10 @@ def test_places_that_are_there_serve_their_own_kind_alone(monkeypatch):
     assert allowance.windows([many] * 8, [], cpu) == [True] * 5 + [False] * 3
     for _ in range(4):
         allowance.take(many, 110)
-        free -= 110
     # half of a thousand may be used, 440 are: room for one of the others, and the places that are there
     assert allowance.windows([few] * 2 + [many] * 5, [], cpu) == [True, False] + [True] * 4 + [False]
+    assert [allowance.has_room(kind) for kind in (many, few, (8, 8))] == [False, True, False]
     allowance.release()
-    free = 1000
     assert allowance.windows([many] * 8, [], cpu) == [True] * 4 + [False] * 4, "110 each, as was seen"
 
 

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from carryforward import insertion, recording, replay, window_cache
+from carryforward import insertion, memory, recording, replay, window_cache
 
 IDS = tiny.documents(3, 45)
 RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
@@ -146,6 +146,35 @@ def test_rows_of_different_lengths_use_the_recordings_of_full_windows(name, trai
         assert_close(out.loss, expected.loss)
         tiny.assert_same_gradients(slow, quick)
     assert len(recordings) == made, "short windows and fewer rows were recorded anew"
+
+
+def test_rows_that_are_not_filled_spoil_no_gradient(recordings):
+    """What an earlier batch left in them may be anything, and zero times infinity is no number."""
+    plain, fast = both("llama", training=True, keep_windows=0)
+    for _ in range(4):
+        step(fast)
+    for made in fast.replays._recordings.values():
+        for one in made:
+            if one.work.carried is not None:
+                one.work.carried.data.fill_(torch.inf)
+    _, slow = step(plain, IDS[:2])
+    tiny.assert_same_gradients(slow, step(fast, IDS[:2])[1])
+
+
+def test_what_is_replayed_takes_no_room_and_is_not_taken_for_small(recordings, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda device: 0)
+    model = tiny.recurrent("llama", keep_windows="auto").train()
+    for _ in range(4):
+        step(model)
+    assert recordings
+    made = len(recordings)
+    for _ in range(4):
+        step(model, IDS[:2])  # served by recordings of three rows
+    assert len(recordings) == made
+    assert all(model._allowance._sizes.values())
+    model.fast_path = "off"
+    step(model)
+    assert not any(model._allowance._ready.values()), "places that are gone"
 
 
 def test_with_dropout_rows_draw_the_numbers_they_would_without_recordings(recordings):
@@ -341,7 +370,7 @@ def test_what_fails_is_said_once_and_run_as_it_is(recordings, monkeypatch):
         (expected, slow), (out, quick) = step(plain), step(fast)
         assert_close(out.loss, expected.loss)
         tiny.assert_same_gradients(slow, quick)
-    assert said == ["Windows are run without the fast path: RuntimeError: no kernel image"]
+    assert said == ["Windows are run without the fast path: RuntimeError: no kernel image."]
 
 
 @pytest.mark.parametrize("reason", ["hook", "checkpointing"])

@@ -237,7 +237,7 @@ class _Sweep:
         keep = self._keepable()
         for i in range(len(cells)):
             self.tables.append(self._noted(table))
-            if keep[i]:
+            if keep[i] and not self.plan.allowance.full:
                 torch.clear_autocast_cache()  # as below
                 emitted, table = self._keep(i, table)
             elif self.plan.loss_only and i == len(cells) - 1:

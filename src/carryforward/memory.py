@@ -21,6 +21,7 @@ class Allowance:
 
     Attributes:
         keep: how many windows; "auto" for as many as fit.
+        full: memory has run out; nothing more is kept in this call.
     """
 
     def __init__(self) -> None:
@@ -30,10 +31,13 @@ class Allowance:
 
     def windows(self, kinds: Sequence[Kind], parameters: Sequence[nn.Parameter], device: torch.device) -> list[bool]:
         """Which windows keep their graph: of these kinds, the first that fit."""
+        self.full = False
         if self.keep != "auto":
             return [i < self.keep for i in range(len(kinds))]
         to_come = TO_COME * sum(parameter.numel() for parameter in parameters)
-        left = SHARE.get(device.type, 0.0) * (available(device) + self._taken - to_come) - self._taken
+        # what is taken counts as available: between two windows nothing lives there
+        self._share = SHARE.get(device.type, 0.0) * (available(device) - to_come)
+        left = self._share - self._taken
         ready, kept = self._ready.copy(), []
         for kind in kinds:
             ready[kind] -= 1
@@ -54,17 +58,23 @@ class Allowance:
         )
         return min(larger, default=math.inf)
 
+    def has_room(self, kind: Kind) -> bool:
+        """Whether there may be one more place for a window of this kind; one in all there may be anyway, since a window
+        must be run somewhere."""
+        size, left = self._most(kind), self._share - self._taken
+        return self.keep != "auto" or size <= left or (size < math.inf and not self._ready)
+
     def take(self, kind: Kind, size: int) -> None:
         """A place for a window of this kind is there for good, and serves no other."""
         self._ready[kind] += 1
         self._taken += size
-        if kind in self._sizes:
-            self._sizes[kind] = max(self._sizes[kind], size)
+        self._sizes[kind] = max(self._sizes.get(kind, 0), size)
 
     def release(self) -> None:
         """Nothing of what was taken is there any longer."""
         self._ready: Counter = Counter()
-        self._taken = 0
+        self._taken, self._share = 0, math.inf
+        self.full = False
 
     @contextlib.contextmanager
     def measuring(self, kind: Kind, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -83,7 +93,8 @@ class Allowance:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        self._sizes[kind] = sum(found.values())
+        if found:  # a window that was replayed holds on to nothing, and says nothing
+            self._sizes[kind] = sum(found.values())
 
 
 def available(device: torch.device) -> int:

@@ -65,6 +65,10 @@ class Gathering:
         self.summed.clear()
         return found
 
+    def renew(self) -> None:
+        """After the last recording is gone: a pool without any cannot be used again."""
+        self._pool = None
+
     def pool(self, shared: bool = True) -> Any:
         """Memory for recordings: shared by those that leave nothing behind, of its own for one that does."""
         if not shared:
@@ -124,6 +128,7 @@ class Recording:
             self.work.targets[:rows, : work.targets.shape[1]].copy_(work.targets)
         if work.carried is not None and self.work.carried is not None:
             self.work.carried[:rows].copy_(work.carried)
+            self.work.carried[rows:].zero_()  # of an earlier batch, perhaps not finite: no gradient is 0 times that
 
     def _result(self, work: Work) -> Result:
         states = self.states if work.pooled else ()
@@ -173,7 +178,7 @@ class Differentiable(Recording):
             warm_up(both)
             before = reserved()
             outputs, self.replay = record(forward, gathering.pool(shared=False))
-            self.taken = reserved() - before
+            self.taken = max(reserved() - before, 0)
             (self.of_carried,), self.replay_back = record(backward, gathering.pool())
         self.nll = None if self.work.targets is None else outputs[0]
         self.states = tuple(outputs if self.work.targets is None else outputs[1:])
@@ -229,7 +234,11 @@ def warm_up(function: Callable[[], Any], times: int = 3) -> None:
 def record(function: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
     """What a function gave while it was recorded, and how to have it made again in the same place."""
     graph = torch.cuda.CUDAGraph()
-    with insertion.plain_masks(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),  # or a capture that fails leaves its own behind
+        insertion.plain_masks(),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
         result = function()
     return result, graph.replay
 

@@ -67,7 +67,7 @@ class Replays:
         if not self.usable(modules, weights):
             if self._signature:  # after a failure: nothing of before is used again
                 self._forget()
-                model._allowance.release()
+            model._allowance.release()
             return None
         signature = _signature(model, modules, weights)
         if signature != self._signature:
@@ -76,6 +76,7 @@ class Replays:
             self._gathering = Gathering([weight for weight in weights if weight.requires_grad])
         if self.path == "auto" and not self._compiles and self._replayed > COMPILE_AFTER:
             self._compiles, self._recordings = True, {}
+            self._gathering.renew()
         if not self._recordings:
             model._allowance.release()
         self._gathering.take()  # of a call that was broken off
@@ -95,24 +96,25 @@ class Replays:
         if recording is None:
             kind = (*key, *work.ids.shape, work.pooled)
             self._seen[kind] += 1
-            if self._compiles or self._seen[kind] > RECORD_AFTER:
+            if self.path == "compiled" or self._seen[kind] > RECORD_AFTER:
                 recording = self._record(call.model, key, work, with_gradients)
         if recording is None:
             return call.model._window(work)
         self._replayed += 1
         return recording(work, table)
 
-    def failed(self, error: Exception) -> None:
-        """Say why, and go on without; windows that are still to be pulled through hold on to their recordings."""
-        reason = (str(error).strip().splitlines() or [""])[0]
-        logger.warning_once(f"Windows are run without the fast path: {type(error).__name__}: {reason}")
+    def failed(self, reason: str) -> None:
+        """Say why, and go on without; windows that are still to be pulled through hold on to their recordings. Called
+        when the error is gone, and with it all that its traceback held on to."""
+        logger.warning_once(f"Windows are run without the fast path: {reason}.")
         self.path, self._recordings = "off", {}
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what failed may have been the memory
-            # a capture that failed leaves the random numbers' generator in its hands
-            torch.cuda.synchronize()
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                torch.zeros(1, device="cuda")
+            # a capture that failed leaves the random numbers' generator in its hands, in some versions of torch
+            with contextlib.suppress(Exception):
+                torch.cuda.synchronize()
+                with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                    torch.zeros(1, device="cuda")
 
     def _find(self, call: "Call", key: tuple, work: Work) -> "Recording | None":
         """A recording of such windows, or of longer ones and more rows of which these fill a good part. If it draws
@@ -130,8 +132,9 @@ class Replays:
         return None
 
     def _record(self, model: Any, key: tuple, work: Work, with_gradients: bool) -> "Recording | None":
-        if self.path == "off":
+        if self.path == "off" or (with_gradients and not model._allowance.has_room(work.kind)):
             return None
+        recording, reason = None, ""
         try:
             with (
                 torch.random.fork_rng([work.ids.device] if work.ids.is_cuda else []),
@@ -139,7 +142,10 @@ class Replays:
             ):
                 recording = (Differentiable if with_gradients else Recording)(model, work, self._gathering)
         except Exception as error:  # whatever a compiler or a driver may raise: the plain way is always there
-            self.failed(error)
+            reason = told(error)
+        if recording is None:
+            self.failed(reason)
+            model._allowance.full = True
             return None
         if isinstance(recording, Differentiable):
             model._allowance.take(work.kind, recording.taken)
@@ -179,10 +185,18 @@ def _signature(model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Pa
     return found
 
 
+def told(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
+
+
 def _unfit(modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> str | None:
     """Why a model cannot be recorded, or None."""
-    if len({weight.device for weight in weights}) > 1:
+    devices = {weight.device for weight in weights}
+    if len(devices) > 1:
         return "its weights are on several devices"
+    if (device := devices.pop()).type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        return f"it is on {device}, which is not the current GPU; call torch.cuda.set_device({device.index})"
     for module in modules:
         own = module.__dict__  # `getattr` would search parameters and submodules, at every call of every module
         if "_hf_hook" in own:

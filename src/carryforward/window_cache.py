@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Cache
 
 from . import insertion, recording
+from .replay import told
 from .state import State
 
 RECORD_AFTER = 4  # tokens: a recording takes as long as a few
@@ -236,10 +237,13 @@ class WindowCache(Cache):
         wanted = self._recorded is None and self._steps > RECORD_AFTER and not self.has_beams
         wanted = wanted and model.replays.possible(self._tokens.device)
         if wanted and model.replays.usable(list(model.modules()), list(model.parameters())):
+            reason = ""
             try:
                 self._recorded = _RecordedStep(self, model, column)
             except Exception as error:  # as for windows: the plain way is always there
-                model.replays.failed(error)
+                reason = told(error)
+            if self._recorded is None:
+                model.replays.failed(reason)
         if self._recorded is not None and (model.fast_path == "off" or self._recorded.mode != _mode(model)):
             self._recorded, self._steps = None, 0
         if self._recorded is None:
