@@ -57,7 +57,7 @@ def run(setting: str, model: str, settings: ContinuationSettings) -> None:
     work.mkdir(parents=True, exist_ok=True)
     result = topic_reports.measure(model, settings, work)
     result["people"] = sample_tables.tabulate(model, settings, work)["people"]
-    for place in ("data", "topics_from"):  # where things lie on this machine
+    for place in ("data", "plain", "topics_from"):  # where things lie on this machine
         result["settings"][place] = result["settings"][place] and Path(result["settings"][place]).name
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / f"{setting}.json").write_text(json.dumps(result, indent=None, ensure_ascii=False) + "\n")

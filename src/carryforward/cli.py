@@ -193,7 +193,6 @@ def inspect(
     top: Annotated[int, typer.Option(help="Alternatives shown for each token, with the state and without.")] = 5,
     overlap: Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="The first so many tokens of the text.")] = None,
-    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -201,7 +200,7 @@ def inspect(
     with told_plainly():
         from .inspecting import write_page
 
-        done = write_page(model, text, out, top=top, overlap=overlap, max_tokens=max_tokens, bf16=bf16, device=device)
+        done = write_page(model, text, out, top=top, overlap=overlap, max_tokens=max_tokens, device=device)
         told = (
             f"{out}: {done['tokens']:,} tokens in {done['windows']:,} windows, perplexity {done['perplexity']:,.2f} "
             f"with the state, {done['perplexity_without']:,.2f} without"

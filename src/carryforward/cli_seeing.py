@@ -32,8 +32,8 @@ def topics(
 
         out.mkdir(parents=True, exist_ok=True)
         result = topic_reports.measure(model, settings, out, device=device)
-        topic_reports.draw(result, out / "topics.png")
         typer.echo(json.dumps(result) if as_json else topic_reports.markdown(result))
+        topic_reports.draw(result, out / "topics.png")
 
 
 @options(ContinuationSettings)

@@ -81,9 +81,9 @@ def continued(name: str, settings: ContinuationSettings, out: Path, *, device: s
         [_text(loaded.tokenizer, ids) for ids in contexts],
         {writer: [_following(loaded.tokenizer, *pair) for pair in zip(contexts, new, strict=True)]
          for writer, new in written.items()},
-        {"model": {"name": name, "window": recurrence.window, "overlap": recurrence.overlap, "kept": recurrence.seen,
-                   "trained_tokens": _trained(loaded)},
-         "plain": plain and {"name": settings.plain, "trained_tokens": _trained(plain)}, "context_tokens": tokens,
+        {"model": {**_about(loaded), "window": recurrence.window, "overlap": recurrence.overlap,
+                   "kept": recurrence.seen},
+         "plain": plain and _about(plain), "context_tokens": tokens,
          "data": documents.about()},
     )  # fmt: skip
 
@@ -106,9 +106,9 @@ def _load(name: str, settings: ContinuationSettings) -> tuple[Loaded, Loaded | N
     return loaded, plain
 
 
-def _trained(loaded: Loaded) -> int | None:
-    """How many tokens a model was trained on, if it is a run's."""
-    return None if loaded.run is None else loaded.run.get("tokens")
+def _about(loaded: Loaded) -> dict[str, Any]:
+    """A model's name, and how many tokens it was trained on, if it is a run's."""
+    return {"name": Path(loaded.name).name, "trained_tokens": None if loaded.run is None else loaded.run.get("tokens")}
 
 
 class _Store:

@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from . import console
 from .data import texts
 from .data.encoding import Encoder
@@ -25,7 +23,6 @@ def write_page(
     top: int = 5,
     overlap: int | None = None,
     max_tokens: int | None = None,
-    bf16: bool = False,
     device: str | None = None,
 ) -> dict[str, Any]:
     """Write the page of a text; gives back the figures of the whole text.
@@ -36,6 +33,8 @@ def write_page(
     """
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}. Make it first.")
+    if source != "-" and out.exists() and out.samefile(source):
+        raise ValueError(f"--out {out} is the text itself. Give the page another name.")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder. Give the name of a file, such as {out / 'report.html'}.")
     if max_tokens is not None and max_tokens < 1:
@@ -51,10 +50,7 @@ def write_page(
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
     encoder = Encoder(loaded.tokenizer, max_tokens)
     ids, pieces = encoder.pieces(text)
-    with (
-        console.Bar(f"reading {title}", 2 * max(len(ids) - 1, 1), "tokens") as bar,
-        torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bf16),
-    ):
+    with console.Bar(f"reading {title}", 2 * max(len(ids) - 1, 1), "tokens") as bar:
         found = inspect(model, ids, top=top, overlap=overlap, progress=bar.advance)
     origin = provenance(device)
     short = Path(name).name
@@ -64,7 +60,7 @@ def write_page(
         **origin,
         "model": short,
         "text": title,
-        "settings": {"top": top, "overlap": overlap, "max_tokens": max_tokens, "bf16": bf16},
+        "settings": {"top": top, "overlap": overlap, "max_tokens": max_tokens},
         **summary(found),
         "page": str(out),
         "bytes": out.stat().st_size,

@@ -25,7 +25,7 @@ from .figure import COLOURS, dress, empty
 from .heads import RecurrentForCausalLM
 from .scoring import Scored, score
 from .windows import Window
-from .words import KINDS, SEEN, Words
+from .words import INSIDE, KINDS, SEEN, Words
 
 Row = dict[str, Any]
 _POSITIONS = 32  # points of gain against position
@@ -208,7 +208,7 @@ def by_kind(found: Inspection, words: Words) -> list[Row]:
 
 def by_token(found: Inspection, words: Words) -> list[Row]:
     """What the occurrences of each word or sign gain in all, small and large letters alike, the most first. Pieces
-    inside a word count to it."""
+    inside a word count to it; `places` are the first pieces."""
     occurrences: dict[str, list[int]] = {}
     for i in np.flatnonzero(found.stateful).tolist():
         if words.words[i]:
@@ -217,7 +217,8 @@ def by_token(found: Inspection, words: Words) -> list[Row]:
     rows = []
     for places in occurrences.values():
         spelt = Counter(words.words[i] for i in places).most_common(1)[0][0]
-        rows.append({"word": spelt, "places": places, **_sums(gain[places])})
+        begins = [i for i in places if words.kinds[i] != INSIDE] or places  # a word that the first border cuts has none
+        rows.append({"word": spelt, "places": begins, "times": len(begins), **_sums(gain[places])})
     return sorted(rows, key=lambda row: (-row["total"], row["word"]))
 
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from .continuations import Continuations, continued
+from .continuations import Continuations
 from .files import write_whole
 from .loading import usable_device
 from .people import People, mentions, people, taken_up
 from .settings import ContinuationSettings
-from .topic_reports import diverging, fitted_topics, origin
+from .topic_reports import continued_and_fitted, diverging, origin
 from .topics import Topics
 
 TAIL = 60  # words of a context that are shown
@@ -30,7 +30,7 @@ _WORDS = 5  # of a topic
 _INTRO = (
     "What models write after a context of {tokens} tokens, of which the end is shown, always the likeliest token. Rows "
     "are the first that were drawn: one for each of the commonest topics, and those whose contexts name people. "
-    "Underlined: names and pronouns of the context that are taken up."
+    "Underlined: names and pronouns of the context that are taken up. Written by {models} on {data}, seed {seed}."
 )
 
 
@@ -54,8 +54,7 @@ def tabulate(
 ) -> dict[str, Any]:
     """Continue contexts, and write the tables; gives back what `samples.json` holds."""
     device = usable_device(device)
-    fitted = fitted_topics(settings, out)
-    found = continued(name, settings, out, device=device)
+    found, fitted = continued_and_fitted(name, settings, out, device)
     present = [people(context) for context in found.contexts]
     tables = {"topic": by_topic(fitted, found)[:rows], "people": by_people(found, present)[:rows]}
     result = {
@@ -192,7 +191,13 @@ u {{ text-decoration-color: #d55e00; text-decoration-thickness: 2px; }}
 def _page(
     form: _Form, result: dict[str, Any], tables: dict[str, list[Row]], found: Continuations, present: list[People]
 ) -> str:
-    intro = form.escape(_INTRO.format(tokens=result["context_tokens"]))
+    data, models = result["data"], [one["name"] for one in (result["model"], result["plain"]) if one]
+    intro = form.escape(
+        _INTRO.format(
+            tokens=result["context_tokens"], models=" and ".join(models), data=f"{data['name']}, {data['split']}",
+            seed=result["settings"]["seed"],
+        )
+    )  # fmt: skip
     parts = [form.start.format(intro, form.table(*_shares_table(result)))]
     for name, table in tables.items():
         rows = [_row(form, row, found, present[row.number]) for row in table]
@@ -205,7 +210,7 @@ def _row(form: _Form, row: Row, found: Continuations, before: People) -> list[st
         return f"{text} <small>{form.escape(note)}</small>"
 
     tail = f"… {' '.join(found.contexts[row.number].split()[-TAIL:])}"
-    place = f"{found.names[row.number]}, token {found.places[row.number, 1]:,}"
+    place = f"{found.names[row.number]}, context from token {found.places[row.number, 1]:,}"
     written = (
         cell(_marked(" ".join(texts[row.number].split()), before, form.escape), row.notes[writer])
         for writer, texts in found.written.items()

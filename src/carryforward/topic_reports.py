@@ -42,8 +42,7 @@ SHOWN_WORDS = 8  # of a topic, in the table
 def measure(name: str, settings: ContinuationSettings, out: Path, *, device: str | None = None) -> dict[str, Any]:
     """Fit topics, let models continue contexts, and compare; what is done is kept in `out`."""
     device = usable_device(device)
-    fitted = fitted_topics(settings, out)
-    found = continued(name, settings, out, device=device)
+    found, fitted = continued_and_fitted(name, settings, out, device)
     divergences, known = diverging(fitted, found)
     others = [writer for writer in divergences if writer not in (RECURRENT, TEXT)]
     both = {writer: known[RECURRENT] & known[writer] for writer in others}
@@ -76,10 +75,22 @@ def origin(device: str) -> dict[str, Any]:
     return {**known, "versions": {**known["versions"], "scikit-learn": metadata.version("scikit-learn")}}
 
 
+def continued_and_fitted(
+    name: str, settings: ContinuationSettings, out: Path, device: str
+) -> tuple[Continuations, Topics]:
+    """What models wrote, and topics to hold it against. What can be refused soon comes before what takes long."""
+    topics.need_scikit_learn()
+    given = None if settings.topics_from is None else Topics.load(Path(settings.topics_from))
+    if given is None:
+        corpus = open_corpus(settings.data, settings.fit_on, text_field=settings.text_field)
+        enough = islice(corpus, min(settings.topics, settings.fit_documents or settings.topics))
+        topics.check_documents(sum(1 for _ in enough), settings.topics)
+    found = continued(name, settings, out, device=device)
+    return found, fitted_topics(settings, out) if given is None else given
+
+
 def fitted_topics(settings: ContinuationSettings, out: Path) -> Topics:
-    """Those of an earlier run, of this run if it was interrupted, or new ones."""
-    if settings.topics_from is not None:
-        return Topics.load(Path(settings.topics_from))
+    """Those of this run if it was interrupted, or new ones."""
     folder, corpus = out / "lda", open_corpus(settings.data, settings.fit_on, text_field=settings.text_field)
     about = {"topics": settings.topics, "seed": settings.seed, "data": corpus.name, "split": corpus.split,
              "fit_documents": settings.fit_documents, "fingerprint": corpus.fingerprint()}  # fmt: skip

@@ -85,7 +85,7 @@ class Topics:
     @classmethod
     def load(cls, folder: Path) -> "Topics":
         """Read what `save` wrote."""
-        _scikit_learn()
+        need_scikit_learn()
         if not (folder / ARRAYS).is_file():
             raise ValueError(
                 f"{folder} holds no fitted topics ({ARRAYS} is missing): give the folder lda that an earlier run of "
@@ -118,7 +118,7 @@ def count_words(texts: Iterable[str]) -> Counts:
 
     Neither English function words count, nor words that are in many stretches, nor those of few documents.
     """
-    _scikit_learn()
+    need_scikit_learn()
     from scipy.sparse import csr_matrix
     from sklearn.feature_extraction.text import CountVectorizer
 
@@ -162,11 +162,7 @@ def fit(
     Args:
         progress: called with how many stretches were gone through, and will be in all.
     """
-    if counts.documents < topics:
-        raise ValueError(
-            f"{topics} topics cannot be fitted on {counts.documents} documents: give as many documents as topics at "
-            "least, or ask for fewer topics."
-        )
+    check_documents(counts.documents, topics)
     stretches = counts.matrix.shape[0]
     model = _allocation(topics, total_samples=stretches, random_state=seed)
     passes = max(PASSES, math.ceil(UPDATES / math.ceil(stretches / BATCH)))
@@ -178,13 +174,21 @@ def fit(
     return Topics(counts.vocabulary, model.components_)
 
 
+def check_documents(count: int, topics: int) -> None:
+    if count < topics:
+        raise ValueError(
+            f"{topics} topics cannot be fitted on {count} documents: give as many documents as topics at least, or ask "
+            "for fewer topics."
+        )
+
+
 def _allocation(topics: int, **more: Any) -> Any:
     from sklearn.decomposition import LatentDirichletAllocation
 
     return LatentDirichletAllocation(topics, learning_method="online", **more)
 
 
-def _scikit_learn() -> None:
+def need_scikit_learn() -> None:
     try:
         import sklearn  # noqa: F401
     except ImportError as error:

@@ -202,7 +202,7 @@
   }
 
   function strong(direction) {
-    for (let i = Math.max(current, first - 1) + 1; i < count; i++) {
+    for (let i = Math.max(current < 0 ? visibleToken() - 1 : current, first - 1) + 1; i < count; i++) {
       if (gain(i) * direction >= data.scale) return go(i, "center");
     }
   }
@@ -213,7 +213,7 @@
     ArrowDown: () => line(1),
     ArrowUp: () => line(-1),
     n: () => { const w = current < 0 ? windowOf(visibleToken()) : windowOf(current) + 1; if (w < sections.length) go(starts(w), "start"); },
-    p: () => { const w = windowOf(Math.max(current, 0)); go(starts(Math.max(w - 1, 0)), "start"); },
+    p: () => { const w = windowOf(current < 0 ? visibleToken() : current); go(starts(Math.max(w - 1, 0)), "start"); },
     "+": () => strong(1),
     "-": () => strong(-1),
     t: toggle,
@@ -335,8 +335,8 @@
   function wordList(rows, title) {
     const made = element("div", {}, element("h3", {}, title));
     for (const row of rows) {
-      const button = element("button", {class: "entry", type: "button", title: `mean ${signed(row.gain)}; go to the next occurrence`},
-        element("span", {}, row.word), element("i", {}, `×${row.tokens}`), element("span", {class: sign(row.total)}, signed(row.total, 1)));
+      const button = element("button", {class: "entry", type: "button", title: `mean of its pieces ${signed(row.gain)}; go to the next occurrence`},
+        element("span", {}, row.word), element("i", {}, `×${row.times}`), element("span", {class: sign(row.total)}, signed(row.total, 1)));
       button.addEventListener("click", () => go(row.places.find((place) => place > current) ?? row.places[0], "center"));
       made.append(button);
     }
