@@ -109,6 +109,19 @@ def test_what_is_text_stays_text(opened):
         )
 
 
+def test_a_long_word_and_a_narrow_screen_push_nothing_out(opened):
+    browser, *_ = opened
+    browser.execute_script("document.querySelector('.entry span').textContent = 'long'.repeat(600)")
+    wider = "const one = document.querySelector(arguments[0]); return one.scrollWidth - one.clientWidth"
+    assert browser.execute_script(wider, ".panels") <= 0
+    size = browser.get_window_size()
+    browser.set_window_size(500, 800)
+    try:
+        assert browser.execute_script(wider, "html") <= 0
+    finally:
+        browser.set_window_size(size["width"], size["height"])
+
+
 def test_only_what_is_near_is_cut_into_tokens(opened):
     browser, found, _ = opened
     count, windows = filled(browser)
