@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import carryforward as cf
-from carryforward import continuations, topics
+from carryforward import continuations, sample_tables, topics
 from carryforward.continuations import PLAIN, RECURRENT, REMOVED, TEXT
 from carryforward.continuing import draw
 from carryforward.data.corpora import open_corpus
@@ -273,6 +273,19 @@ def test_rows_are_the_first_of_their_topics(home, measured, tmp_path):
     for row, number in zip(result["rows"]["topic"], numbers, strict=True):
         for writer, values in measured[0]["divergences"].items():
             assert row["notes"][writer] == f"divergence {values[number]:.2f}"
+
+
+def test_rows_with_their_texts():
+    """For a notebook: each row beside the text it was made of."""
+    found = continuations.Continuations(
+        places=np.array([[0, 5], [1, 7]]), names=["a", "b"], contexts=["no one", "Then Anna came, and Anna left."],
+        written={RECURRENT: ["x", "Anna"], TEXT: ["y", "z"]}, about={},
+    )  # fmt: skip
+    table = sample_tables.by_people(found, [people(text) for text in found.contexts])
+    assert sample_tables.with_texts(table, found) == [
+        {"document": "b", "start": 7, "about": "Anna", "context": found.contexts[1], RECURRENT: "Anna", TEXT: "z",
+         "notes": {RECURRENT: "Anna", TEXT: "nobody"}}
+    ]  # fmt: skip
 
 
 # --- people ----------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from .topics import Topics
 
 TAIL = 60  # words of a context that are shown
 _WORDS = 5  # of a topic
+_WITHOUT_TEXT = ("document", "start", "about", "notes")
 _INTRO = (
     "What models write after a context of {tokens} tokens, of which the end is shown, always the likeliest token. Rows "
     "are the first that were drawn: one for each of the commonest topics, and those whose contexts name people. "
@@ -64,8 +65,7 @@ def tabulate(
         **found.about,
         "people": shares(found, present),
         "rows": {
-            what: [{"document": found.names[row.number], "start": int(found.places[row.number, 1]),
-                     "about": row.about, "notes": row.notes} for row in table]
+            what: [{key: row[key] for key in _WITHOUT_TEXT} for row in with_texts(table, found)]
             for what, table in tables.items()
         },
     }  # fmt: skip
@@ -100,6 +100,21 @@ def by_people(found: Continuations, present: list[People]) -> list[Row]:
                 notes[writer] = ", ".join((*taken.names, *taken.pronouns)) or "nobody"
             rows.append(Row(number, ", ".join((*before.names, *before.pronouns)), notes))
     return rows
+
+
+def with_texts(table: list[Row], found: Continuations) -> list[dict[str, Any]]:
+    """Rows with all that belongs to them: rows for a DataFrame."""
+    return [
+        {
+            "document": found.names[row.number],
+            "start": int(found.places[row.number, 1]),
+            "about": row.about,
+            "context": found.contexts[row.number],
+            **{writer: texts[row.number] for writer, texts in found.written.items()},
+            "notes": row.notes,
+        }
+        for row in table
+    ]
 
 
 def shares(found: Continuations, present: list[People]) -> dict[str, Any]:
