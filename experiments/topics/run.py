@@ -70,9 +70,10 @@ def c6(result: dict[str, Any]) -> Verdict:
     noise = 1.96 * math.sqrt(SHARE * (1 - SHARE) / len(result["contexts"]))
     told = (
         f"{means[RECURRENT]['mean']:.4f} against {means[PLAIN]['mean']:.4f} nats ({means[RECURRENT]['bits']:.4f} and "
-        f"{means[PLAIN]['bits']:.4f} bits), closer in {found['share']:.1%} of contexts, p = {found['p']:.1g}; "
-        f"where both have a word that the topics know, in {result['worded'][PLAIN]['share']:.1%}"
+        f"{means[PLAIN]['bits']:.4f} bits), closer in {found['share']:.1%} of contexts, p = {found['p']:.1g}"
     )
+    if PLAIN in result["worded"]:
+        told += f"; where both have a word that the topics know, in {result['worded'][PLAIN]['share']:.1%}"
     if high < 0 and found["share"] >= SHARE and found["p"] < P:
         return Verdict(True, told)
     return Verdict(False if low > 0 or found["share"] < SHARE - noise else None, told)

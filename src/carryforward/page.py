@@ -3,7 +3,7 @@
 
 The text itself is ordinary HTML, a section for each window, so it can be read, searched and copied as any other; the
 script lays figures over it where one looks. They are embedded as base64 of whole numbers: a log-probability is
-rounded to 1/2000 nat, a token is its place in a table of those that occur. What comes from outside is escaped in both
+rounded to 1/1000 nat, a token is its place in a table of those that occur. What comes from outside is escaped in both
 places, and the page allows no script but its own.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from . import words
 from .inspection import Inspection, by_kind, by_position, by_token, by_window, summary
 
-_STEPS = 2000  # of a nat; what is less likely than e^-32 is not told apart
+_STEPS = 1000  # of a nat; what is less likely than e^-65 is not told apart
 _LISTED = 16  # words that gain or lose most
 _PLACES = 100  # occurrences of one that the page can go to
 _DEEPEST = 0.04  # of all tokens have about the deepest colour

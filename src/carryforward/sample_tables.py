@@ -61,7 +61,7 @@ def tabulate(
     result = {
         "kind": "samples",
         **origin(device),
-        "settings": dataclasses.asdict(settings),
+        "settings": {**dataclasses.asdict(settings), "topics": len(fitted)},
         **found.about,
         "people": shares(found, present),
         "rows": {

@@ -54,7 +54,7 @@ def measure(name: str, settings: ContinuationSettings, out: Path, *, device: str
     result = {
         "kind": "topics",
         **origin(device),
-        "settings": dataclasses.asdict(settings),
+        "settings": {**dataclasses.asdict(settings), "topics": len(fitted)},
         **found.about,
         "topics": {**fitted.about, "words": len(fitted.vocabulary), "top_words": fitted.top_words()},
         "writers": {writer: {"mean": float(values.mean()), "bits": float(values.mean() / math.log(2)),
