@@ -61,7 +61,7 @@ def test_recomputed_equals_kept_graph(name, head, training):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("name", "head"), PER_TOKEN)
 def test_batched_equals_alone(name, head, side):
-    model = tiny.recurrent(name, head)
+    model = tiny.recurrent(name, head).double()  # float32 rounds sums of other orders apart, on some processors too far
     lengths = [3, 37, 8, 9, 20]
     ids = tiny.documents(len(lengths), max(lengths))
     columns = torch.arange(max(lengths))
@@ -77,18 +77,18 @@ def test_batched_equals_alone(name, head, side):
     for row in range(len(lengths)):
         alone = ids[row][mask[row] == 1][None]
         out = model(alone, labels=label(model, alone))
-        assert_close(model(alone).logits[0], logits[row][mask[row] == 1], rtol=1e-4, atol=1e-5)
+        assert_close(model(alone).logits[0], logits[row][mask[row] == 1], rtol=1e-6, atol=1e-7)
         mine = together.state[[row]]
         assert mine.read.equal(out.state.read)
         assert mine.pending.equal(out.state.pending)
         assert mine.started.equal(out.state.started)
         if out.state.started.item():
-            assert_close(mine.carried, out.state.carried, rtol=1e-4, atol=1e-5)
+            assert_close(mine.carried, out.state.carried, rtol=1e-6, atol=1e-7)
         assert mine.tokens[0, : mine.pending].equal(out.state.tokens[0])
         total = total + out.nll_sum
     assert_close(together.nll_sum, total)
     total.backward()
-    tiny.assert_same_gradients(batched, tiny.gradients(model))
+    tiny.assert_same_gradients(batched, tiny.gradients(model), tolerance=1e-6)
 
 
 CUTS = [[10, 11, 25], [1, 2, 8, 9], [16]]

@@ -4,6 +4,7 @@
 import pytest
 import tiny
 import torch
+from torch.testing import assert_close
 
 import carryforward as cf
 from carryforward import memory
@@ -40,6 +41,26 @@ def test_kept_windows_give_the_same_numbers_in_fewer_passes(name, training):
     for keep in (1, 4, WINDOWS, 100):
         for key, expected in results[0].items():
             assert torch.equal(results[keep][key], expected), (keep, key)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "modernbert"])
+def test_windows_that_stand_alone_run_side_by_side(name):
+    """As many as may be in memory together, with the numbers of one after the other, however ragged the rows."""
+    ids, mask = tiny.documents(3, 45), torch.ones(3, 45, dtype=torch.long)
+    mask[1, 30:], mask[2, :36] = 0, 0
+    results, counts = {}, {}
+    for keep in (0, 1, 4, 100):
+        model, count = tiny.recurrent(name, keep_windows=keep), []
+        model._body.register_forward_hook(lambda *args, count=count: count.append(1))
+        out = model(ids, attention_mask=mask, labels=ids, use_state=False)
+        out.loss.backward()
+        results[keep], counts[keep] = tiny.gradients(model) | {"loss": out.loss.detach()}, len(count)
+        with torch.no_grad():
+            assert_close(model(ids, attention_mask=mask, labels=ids, use_state=False).loss, out.loss.detach())
+    windows = counts[0]
+    assert [counts[keep] for keep in (1, 4, 100)] == [windows, -(-windows // 4), 1]
+    for keep in (1, 4, 100):
+        tiny.assert_same_gradients(results[keep], results[0])
 
 
 def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):

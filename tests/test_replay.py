@@ -14,6 +14,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
 
 from carryforward import insertion, memory, recording, replay, window_cache
 
@@ -322,6 +323,42 @@ def test_autocast_that_changes_between_calls(recordings):
         results.append(found)
     tiny.assert_same_gradients(*results)
     assert recordings
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_under_autocast_weights_are_cast_once_a_call(name, keep, recordings, monkeypatch):
+    """And again in the next one, when they have changed; to the numbers that casting them in every window gives."""
+    plain, fast = both(name, keep_windows=keep)
+    layers = {weight.data_ptr() for layer in fast.config.architecture.layer_list(fast._body) for weight in
+              (m.weight for m in layer.modules() if isinstance(m, torch.nn.Linear | Conv1D))}  # fmt: skip
+    cast = []
+
+    class Casts(Tape):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and args[0].data_ptr() in layers:
+                cast.append(args[0])
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    monkeypatch.setattr(f"{__name__}.Tape", Casts)
+    for seed in range(3):
+        for model in (plain, fast):
+            with torch.no_grad():
+                for weight in model.base.parameters():
+                    weight.mul_(1.1)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, slow = step(plain, seed=seed)
+            out, quick = step(fast, seed=seed)
+        assert torch.equal(out.loss, expected.loss)
+        assert torch.equal(out.state.carried, expected.state.carried)
+        assert out.state.carried.dtype == torch.float32
+        tiny.assert_same_gradients(slow, quick)
+    assert recordings
+    assert not cast
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            assert_close(fast(IDS, labels=IDS).nll_sum, plain(IDS, labels=IDS).nll_sum)
+    assert not cast
 
 
 def test_a_model_that_changes_before_its_backward(recordings):

@@ -58,6 +58,7 @@ class RecurrenceConfig:
             every state is detached, and the recurrence module is not trained at all.
         keep_windows: how many of a sample's newest windows keep their activations for the backward pass instead of
             being run again: faster, and memory grows with their number. "auto" keeps as many as there is memory for.
+            A number is also how many windows of a sample run side by side when training without a state.
         keep_graph: let autograd keep the graph of all windows, as it does for other models: for hooks on gradients and
             whatever else looks into it.
         offload_states: keep the states of a sample's windows in the host's memory between the two passes; for very

@@ -21,7 +21,9 @@ from .data.documents import tokenise
 from .evaluation import Perplexity, check_positions, perplexity
 from .flops import flops_per_token
 from .loading import Loaded, load_causal, usable_device
+from .modeling import RecurrentPreTrainedModel
 from .provenance import provenance
+from .replay import FastPath
 
 _AT_ONCE = 1024  # a plain model with more positions must be told how many to use
 
@@ -41,6 +43,7 @@ def evaluate(
     batch_size: int = 8,
     bf16: bool = False,
     device: str | None = None,
+    fast_path: FastPath = "auto",
     seed: int = 0,
 ) -> dict[str, Any]:
     """Perplexity of a model at each overlap, beside what it costs and, for a recurrent one, what the state is worth.
@@ -49,6 +52,7 @@ def evaluate(
         overlaps: by default the one the model was trained at.
         window: for a plain model; by default the one it was trained with.
         control: score a recurrent model without its state as well.
+        fast_path: how windows are run on a GPU; "compiled" pays for millions of tokens.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("evaluate runs in one process: start it without torchrun.")
@@ -62,6 +66,8 @@ def evaluate(
     if not targets:
         raise ValueError(f"{data}, split {split!r}: no document has a second token to predict. Give longer documents.")
     reader = _reader(loaded, window).to(device)  # type: ignore[arg-type]
+    if isinstance(reader, RecurrentPreTrainedModel):
+        reader.fast_path = fast_path
     overlaps = overlaps or (trained or 0,)
     runs = [(overlap, True) for overlap in overlaps]
     if loaded.recurrent and control:

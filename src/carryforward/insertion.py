@@ -296,7 +296,8 @@ def _enter(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs:
     if carry.held.get(number):
         more["held"] = carry.held[number], carry.seen
     if number in carry.slots:
-        more["slots"] = _normed(layer, norm, carry.slots[number])
+        hidden = args[0] if args else kwargs["hidden_states"]
+        more["slots"] = _normed(layer, norm, carry.slots[number].to(hidden.dtype))
     entered = number in carry.slots or number in carry.earlier
     if carry.noting or number in carry.earlier or (carry.watching and entered):
         count = more["slots"].shape[1] if "slots" in more else 0
@@ -306,7 +307,6 @@ def _enter(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs:
 
 def _normed(layer: nn.Module, norm: str | None, slots: Tensor) -> Tensor:
     weight = next(layer.parameters())
-    slots = slots.to(weight.dtype)
     if weight.device.type != "meta":  # offloaded weights come to the input, others are met where they are
         slots = slots.to(weight.device)
     if norm is not None:

@@ -157,9 +157,12 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             )
         checks.tokens(input_ids, attention_mask, state, final)
         checks.labels(labels, input_ids)
+        # without a state, windows whose activations may be in memory together are also run together
+        keep = recurrence.keep_windows
+        abreast = max(keep, 1) if keep != "auto" and torch.is_grad_enabled() else 1
         reading = Reading(
             self.config, input_ids, attention_mask, labels, state,
-            overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
+            overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state, abreast=abreast,
             bptt_windows=recurrence.bptt_windows, prefixes=prefixes,
         )  # fmt: skip
         checks.vocabulary(input_ids, attention_mask, self._vocabulary)

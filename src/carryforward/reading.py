@@ -28,10 +28,10 @@ IGNORE = -100  # the label of a target that is not scored, as everywhere in Hugg
 
 @dataclass(frozen=True)
 class Cell:
-    """Windows of different rows that run as one batch.
+    """Windows that run as one batch: of different rows, or also several of a row where none needs another.
 
     Attributes:
-        rows, windows: which rows, and the window of each.
+        rows, windows: the row and the window of each.
         has_state: whether these rows receive a state (a document's first window does not).
         finished: for each row, whether the window is complete and passes on a state.
         cut: for each row, whether truncated backpropagation detaches the state it receives.
@@ -62,6 +62,7 @@ class Reading:
         final: bool,
         closing: bool = False,
         use_state: bool = True,
+        abreast: int = 1,
         bptt_windows: int | None = None,
         prefixes: Sequence[Sequence[int]] | None = None,
     ):
@@ -72,6 +73,7 @@ class Reading:
             final: the documents end here (encoders).
             closing: they end here, and their last windows pass on a state though they may not be full.
             use_state: pass states on. Without them every window stands alone.
+            abreast: windows of a row that run together where each stands alone.
             prefixes: the tokens in front of every window of each row, of which a document is then told apart by its
                 token type, where a model knows several; by default the config's.
         """
@@ -92,7 +94,7 @@ class Reading:
         self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
         self._pack(input_ids, attention_mask, labels)
         self.schedules = [self._windows(row) for row in range(len(self.read))]
-        self.cells = self._cells(bptt_windows)
+        self.cells = self._cells(bptt_windows, 1 if use_state else abreast)
 
     # --- packing -----------------------------------------------------------------------------------------------
 
@@ -137,22 +139,21 @@ class Reading:
         sizes = {"prefix": len(self.prefixes[row]), "suffix": len(self.suffix)}
         return list(encoder_schedule(length, window, self.overlap, **sizes, start=start, final=self.final))
 
-    def _cells(self, bptt_windows: int | None) -> list[Cell]:
+    def _cells(self, bptt_windows: int | None, abreast: int) -> list[Cell]:
         cells = []
         started = self.before.started.tolist()
-        for step in range(max(map(len, self.schedules), default=0)):
-            rows = [row for row, windows in enumerate(self.schedules) if step < len(windows)]
-            carried = [self.use_state and (step > 0 or started[row]) for row in rows]
+        for step in range(0, max(map(len, self.schedules), default=0), abreast):
+            pairs = [(row, w) for row, windows in enumerate(self.schedules) for w in windows[step : step + abreast]]
+            carried = [self.use_state and (step > 0 or started[row]) for row, _ in pairs]
             for has_state in (True, False):
-                group = [row for row, carries in zip(rows, carried, strict=True) if carries == has_state]
+                group = [pair for pair, carries in zip(pairs, carried, strict=True) if carries == has_state]
                 if group:
-                    windows = [self.schedules[row][step] for row in group]
-                    pairs = list(zip(group, windows, strict=True))
-                    finished = [self._finished(row, window) for row, window in pairs]
-                    number = [window.start // (self.rooms[row] - self.overlap) for row, window in pairs]
+                    finished = [self._finished(row, window) for row, window in group]
+                    number = [window.start // (self.rooms[row] - self.overlap) for row, window in group]
                     cut = [bptt_windows is not None and n % bptt_windows == 0 for n in number]
-                    width = max(len(self.prefixes[row]) + window.end - window.start for row, window in pairs)
-                    cells.append(Cell(group, windows, has_state, finished, cut, width + len(self.suffix)))
+                    width = max(len(self.prefixes[row]) + window.end - window.start for row, window in group)
+                    rows, windows = map(list, zip(*group, strict=True))
+                    cells.append(Cell(rows, windows, has_state, finished, cut, width + len(self.suffix)))
         return cells
 
     def _finished(self, row: int, window: Window) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from . import insertion, losses
 from .memory import Kind
@@ -44,10 +45,11 @@ Result = tuple[Tensor | None, tuple[Tensor, ...]]  # the summed loss, and the st
 
 
 class Gathering:
-    """Where recordings sum up the gradients of the parameters, and the memory they share."""
+    """What recordings share: where they sum up the gradients of the parameters, weights that are cast, and memory."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter] = ()):
+    def __init__(self, parameters: Sequence[nn.Parameter] = (), casts: "Casts | None" = None):
         self.parameters = list(parameters)
+        self.casts = casts or Casts()
         self.sums: list[Tensor] = []
         self.summed: set[int] = set()  # which of them have grown
         self._pool: Any = None
@@ -77,6 +79,34 @@ class Gathering:
         return self._pool
 
 
+class Casts:
+    """The weights of linear layers in the precision that autocast gives them, cast once in a call of the model instead
+    of in every window, there and back. What else owns a weight may want it as it is; so only layers' own count."""
+
+    def __init__(self, layers: Sequence[nn.Module] = ()):
+        modules = {module: None for layer in layers for module in layer.modules()}
+        linear = [module for module in modules if type(module) in (nn.Linear, Conv1D)]
+        others = {weight for module in modules if module not in linear for weight in module.parameters(recurse=False)}
+        found = {weight: None for module in linear for weight in module.parameters(recurse=False)}
+        self._weights: list[nn.Parameter] = [weight for weight in found if weight not in others]
+        self._made: dict[torch.dtype, list[Tensor]] = {}
+
+    def now(self, device: torch.device) -> dict[nn.Parameter, Tensor]:
+        """What to use for which weight, in the precision of this moment. Always the same tensors."""
+        dtype = torch.get_autocast_dtype(device.type)
+        if not torch.is_autocast_enabled(device.type):
+            return {}
+        if dtype not in self._made:
+            self._made[dtype] = [weight.detach().to(dtype) for weight in self._weights]
+        return {w: c for w, c in zip(self._weights, self._made[dtype], strict=True) if w.dtype == torch.float32}
+
+    def renew(self) -> None:
+        """Weights may have changed since the last call."""
+        with torch.inference_mode(False), torch.no_grad():
+            for made in self._made.values():
+                torch._foreach_copy_(made, [*self._weights])
+
+
 class _Windows(nn.Module):
     """A model whose call is one window."""
 
@@ -86,6 +116,11 @@ class _Windows(nn.Module):
 
     def forward(self, work: Work) -> Result:
         return self.model._window(work)
+
+    def using(self, weights: dict[nn.Parameter, Tensor]) -> Callable[[Work], Result]:
+        """The same with other tensors in the place of some weights."""
+        named = {name: weights[p] for name, p in self.named_parameters() if p in weights}
+        return lambda work: torch.func.functional_call(self, named, (work,))
 
 
 class Recording:
@@ -108,9 +143,10 @@ class Recording:
         self.draws = not torch.equal(random, _random_state(work.ids.device))
 
     def _make(self, model: Any, gathering: Gathering) -> None:
+        window = _Windows(model).using(gathering.casts.now(self.work.ids.device))
         with torch.no_grad():
-            warm_up(lambda: model._window(self.work))
-            (self.nll, self.states), self.replay = record(lambda: model._window(self.work), gathering.pool())
+            warm_up(lambda: window(self.work))
+            (self.nll, self.states), self.replay = record(lambda: window(self.work), gathering.pool())
 
     def __call__(self, work: Work, table: Tensor) -> Result:
         with torch.inference_mode(False), torch.no_grad():
@@ -145,15 +181,15 @@ class Differentiable(Recording):
     def _make(self, model: Any, gathering: Gathering) -> None:
         # The parameters under another name: autograd may hold on to the end of the way to their gradients, on a stream
         # that is not being recorded.
-        twins = {parameter: parameter.detach().requires_grad_() for parameter in gathering.parameters}
-        windows = _Windows(model)
-        named = {name: twins[p] for name, p in windows.named_parameters() if p in twins}
+        casts = gathering.casts.now(self.work.ids.device)
+        twins = {weight: casts.get(weight, weight).detach().requires_grad_() for weight in gathering.parameters}
+        window = _Windows(model).using({**casts, **twins})
         inputs = [*twins.values()]
         if self.work.carried is not None:
             inputs.append(self.work.carried.requires_grad_())
 
         def forward() -> list[Tensor]:
-            nll, states = torch.func.functional_call(windows, named, (self.work,))
+            nll, states = window(self.work)
             self.outputs = [*states] if nll is None else [nll, *states]
             return [output.detach() for output in self.outputs]
 

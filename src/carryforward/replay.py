@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from . import insertion
-from .recording import Differentiable, Gathering, Recording, Result, Work, compiled
+from .recording import Casts, Differentiable, Gathering, Recording, Result, Work, compiled
 
 logger = logging.get_logger(__name__)
 
@@ -73,13 +73,15 @@ class Replays:
         if signature != self._signature:
             self._forget()
             self._signature = signature
-            self._gathering = Gathering([weight for weight in weights if weight.requires_grad])
+            layers = model.config.architecture.layer_list(model._body)
+            self._gathering = Gathering([weight for weight in weights if weight.requires_grad], Casts(layers))
         if self.path == "auto" and not self._compiles and self._replayed > COMPILE_AFTER:
             self._compiles, self._recordings = True, {}
             self._gathering.renew()
         if not self._recordings:
             model._allowance.release()
         self._gathering.take()  # of a call that was broken off
+        self._gathering.casts.renew()
         for recordings in self._recordings.values():
             for recording in recordings:
                 recording.busy = False

@@ -86,7 +86,8 @@ def _score(cell: Cell, model: Path, text: str, use_cpu: bool) -> dict[str, Any]:
     told = {"batch_size": cell.settings.batch_size, "data": cell.settings.data, **cell.texts[text]}
     found = evaluate(
         str(model), told.pop("data"), overlaps=cell.overlaps, bf16=cell.settings.bf16,
-        device="cpu" if use_cpu else None, seed=cell.settings.seed, **told,
+        device="cpu" if use_cpu else None, fast_path=cell.settings.fast_path,  # type: ignore[arg-type]
+        seed=cell.settings.seed, **told,
     )  # fmt: skip
     found["model"]["name"] = cell.label
     return found
