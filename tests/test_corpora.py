@@ -581,18 +581,26 @@ def test_several_writers_at_once_all_end_well(tokenizer, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [made[0].key]
 
 
-def test_tokenising_streams_and_reports(tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("fast", "expected"),
+    [(False, [(2, 10, 30), (4, 20, 30), (6, 30, 30)]), (True, [(4, 10, 30), (6, 20, 30), (6, 30, 30)])],
+)
+def test_tokenising_streams_and_reports(tokenizer, tmp_path, monkeypatch, fast, expected):
+    """Two documents at a time; with two threads, which are for one core, two more are read meanwhile."""
     monkeypatch.setattr(documents, "_BATCH", 10)
-    given, seen = [], []
+    monkeypatch.setattr(documents, "_AHEAD", 10)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    used, given, seen = tokenizer if fast else Characters(), [], []
 
     def strings():
         for i in range(6):
-            given.append(i)
-            yield Text(str(i), "12345")
+            given.append(str(i) * 5)
+            yield Text(str(i), given[-1])
 
     corpus = Corpus("c", "train", strings, lambda: "k", size=30)
-    tokenise(corpus, tokenizer, cache=tmp_path, progress=lambda done, total: seen.append((len(given), done, total)))
-    assert seen == [(2, 10, 30), (4, 20, 30), (6, 30, 30)], "two documents at a time"
+    made = tokenise(corpus, used, cache=tmp_path, progress=lambda done, total: seen.append((len(given), done, total)))
+    assert seen == expected
+    assert [used.decode(tokens) for tokens in made] == given
 
 
 def test_a_bar_on_a_terminal(tokenizer, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,10 @@ import errno
 import json
 import logging
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, overload
@@ -19,14 +22,15 @@ from typing import Any, overload
 import numpy as np
 
 from . import cache as cache_folders
-from .encoding import Encoder, dtype_for
+from .encoding import Encoded, Encoder, dtype_for
 from .progress import Progress, bar
 from .texts import Corpus, Text
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # of the cache; another number leaves old entries unused
-_BATCH = 4_000_000  # characters tokenised at once
+_BATCH = 500_000  # characters that a thread gets at once: many short texts, or a book
+_AHEAD = 1_000_000  # characters read ahead for each thread but one, so that others have work beside a long book
 _COUNTS = ("lengths", "words", "bytes", "line_ends")
 
 
@@ -152,9 +156,9 @@ def _write(folder: Path, corpus: Corpus, encoder: Encoder, meta: dict[str, Any],
     columns: dict[str, list[int]] = {count: [] for count in _COUNTS}
     done = left_out = 0
     try:
-        with (folder / "tokens.bin").open("wb") as file:
-            for batch in _batches(corpus):
-                for text, encoded in zip(batch, encoder.encode([text.text for text in batch]), strict=True):
+        with (folder / "tokens.bin").open("wb") as file, closing(_encoded(corpus, encoder)) as batches:
+            for batch in batches:
+                for text, encoded in batch:
                     done += len(text.text.encode())
                     if not len(encoded.ids):
                         left_out += 1
@@ -188,17 +192,41 @@ def _write(folder: Path, corpus: Corpus, encoder: Encoder, meta: dict[str, Any],
         raise ValueError(f"{corpus.source or corpus.name}, split {corpus.split!r}: no document has a token.")
 
 
-def _batches(corpus: Iterable[Text]) -> Iterator[list[Text]]:
-    """Texts together as long as they are few characters: a tokenizer uses all cores on several."""
+def _encoded(corpus: Iterable[Text], encoder: Encoder) -> Generator[list[tuple[Text, Encoded]], None, None]:
+    """Batches with their tokens, in order, by several threads: one batch has too few long texts for all cores, and
+    would leave them idle until its longest is done. At once there are `_AHEAD` characters a thread and a batch more,
+    at some 100 bytes each in all: 3 GB with 16 cores."""
+
+    def encode(batch: list[Text]) -> list[tuple[Text, Encoded]]:
+        return list(zip(batch, encoder.encode([text.text for text in batch]), strict=True))
+
+    pool = ThreadPoolExecutor(encoder.threads)
+    begun, characters = deque[tuple[int, Future[list[tuple[Text, Encoded]]]]](), 0
+    try:
+        for batch, size in _batches(corpus):
+            begun.append((size, pool.submit(encode, batch)))
+            characters += size
+            while characters > _AHEAD * (encoder.threads - 1):
+                size, made = begun.popleft()
+                characters -= size
+                yield made.result()
+        while begun:
+            yield begun.popleft()[1].result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _batches(corpus: Iterable[Text]) -> Iterator[tuple[list[Text], int]]:
+    """Texts together as long as they are few characters, and how many these are."""
     batch, characters = list[Text](), 0
     for text in corpus:
         batch.append(text)
         characters += len(text.text)
         if characters >= _BATCH:
-            yield batch
+            yield batch, characters
             batch, characters = [], 0
     if batch:
-        yield batch
+        yield batch, characters
 
 
 def _open(folder: Path) -> Documents | None:

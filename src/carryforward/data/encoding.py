@@ -7,6 +7,7 @@ long sequences. A slow one is used through methods that change nothing.
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -38,6 +39,9 @@ class Encoder:
         self._slow = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._fast = None if backend is None else Tokenizer.from_str(backend.to_str())
+        # How many may encode at once. A fast one runs beside Python, which then has counts to make: two for each core;
+        # Python, with one thread at a time, keeps up with some 16 cores. A slow one may not expect another thread.
+        self.threads = 1 if self._fast is None else min(32, 2 * (os.cpu_count() or 1))
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
