@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import carryforward as cf
-from carryforward import memory
+from carryforward import bptt, memory
 
 IDS = tiny.documents(2, 49)  # at window 8 and overlap 0: six windows, and the targets of the last are all there
 WINDOWS = 6
@@ -43,24 +43,50 @@ def test_kept_windows_give_the_same_numbers_in_fewer_passes(name, training):
             assert torch.equal(results[keep][key], expected), (keep, key)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "modernbert"])
-def test_windows_that_stand_alone_run_side_by_side(name):
-    """As many as may be in memory together, with the numbers of one after the other, however ragged the rows."""
-    ids, mask = tiny.documents(3, 45), torch.ones(3, 45, dtype=torch.long)
-    mask[1, 30:], mask[2, :36] = 0, 0
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("lengths", [(45, 45, 45), (45, 43, 41), (45, 30, 9)], ids=str)
+def test_windows_that_stand_alone_run_side_by_side(name, lengths):
+    """As many as may be in memory together, with the numbers of one after the other. Encoders' are not, nor those of
+    rows with other numbers of windows."""
+    ids = tiny.documents(3, 45)
+    mask = (torch.arange(45) < torch.tensor(lengths)[:, None]).long()
     results, counts = {}, {}
     for keep in (0, 1, 4, 100):
         model, count = tiny.recurrent(name, keep_windows=keep), []
         model._body.register_forward_hook(lambda *args, count=count: count.append(1))
         out = model(ids, attention_mask=mask, labels=ids, use_state=False)
+        assert len(count) <= 8, "no window is run twice"
         out.loss.backward()
         results[keep], counts[keep] = tiny.gradients(model) | {"loss": out.loss.detach()}, len(count)
         with torch.no_grad():
             assert_close(model(ids, attention_mask=mask, labels=ids, use_state=False).loss, out.loss.detach())
     windows = counts[0]
-    assert [counts[keep] for keep in (1, 4, 100)] == [windows, -(-windows // 4), 1]
+    together = name != "bert" and lengths[-1] > 9
+    assert [counts[keep] for keep in (1, 4, 100)] == [windows, *([-(-windows // 4), 1] if together else [windows] * 2)]
     for keep in (1, 4, 100):
         tiny.assert_same_gradients(results[keep], results[0])
+
+
+@pytest.mark.parametrize("head", ["sequence", "token"])
+def test_what_windows_that_stand_alone_give_out_does_not_depend_on_memory(head):
+    ids = tiny.documents(2, 45)
+    for name in ("modernbert", "bert"):
+        model = tiny.recurrent(name, head, keep_windows=4)
+        with torch.no_grad():
+            expected = model(ids, use_state=False).logits
+        assert_close(model(ids, use_state=False).logits, expected)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 8])
+def test_no_more_windows_are_in_memory_than_were_allowed(keep, monkeypatch):
+    model, sizes = tiny.recurrent("gpt2", overlap=0, keep_windows=keep), []
+    monkeypatch.setattr(bptt._Sweep, "_keep", lambda *args: pytest.fail("there is no second pass to keep a graph for"))
+    model._body.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])),
+                                          with_kwargs=True)  # fmt: skip
+    ids = tiny.documents(1, 30 * 8)
+    model(ids, labels=ids, use_state=False).loss.backward()
+    assert sum(sizes) == 30
+    assert max(sizes) == max(keep, 1)
 
 
 def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):

@@ -361,6 +361,58 @@ def test_under_autocast_weights_are_cast_once_a_call(name, keep, recordings, mon
     assert not cast
 
 
+class Adapter(torch.nn.Module):
+    """Reads the weight of the layer it is around, as some adapters do."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x):
+        return self.base_layer(x) * torch.linalg.norm(self.base_layer.weight, dim=1)
+
+
+class Own(torch.nn.Linear):
+    """Perhaps a quantised one."""
+
+
+def adapted(model):
+    for layer in model._body.layers:
+        layer.self_attn.v_proj = Adapter(layer.self_attn.v_proj)
+
+
+def tied(model):
+    model.recurrence.networks[0][0].weight = model._body.layers[0].self_attn.q_proj.weight
+
+
+def foreign(model):
+    for module in model._body.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = Own
+
+
+def half(model):
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [adapted, tied, foreign, half])
+def test_weights_that_others_look_at_are_not_cast(change, recordings):
+    """Two calls before the backward pass: renewing what was cast must not touch the weights themselves."""
+    results = []
+    for model in both("llama", keep_windows=0, hidden_sizes=(16,)):
+        change(model)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                first, second = model(IDS, labels=IDS), model(IDS.flip(1), labels=IDS.flip(1))
+            (first.loss + second.loss).backward()
+            found = tiny.gradients(model)
+        results.append(found | {"losses": torch.stack([first.loss, second.loss]).detach()})
+    assert torch.equal(results[0].pop("losses"), results[1].pop("losses"))
+    # autocast adds the gradients of a weight that is used twice in its own precision, unless it casts it twice
+    tiny.assert_same_gradients(*results, tolerance=1e-3 if change is tied else 1e-5)
+    assert recordings
+
+
 def test_a_model_that_changes_before_its_backward(recordings):
     results = []
     for model in both("gpt2"):

@@ -233,7 +233,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         program = Program(self, reading, emit, replays, (training, len(parameters)))
         if sharded and emit is None:
             program.idle()
-        self._allowance.keep = recurrence.keep_windows
+        # without states to pass on, windows are run once, in the second pass
+        self._allowance.keep = recurrence.keep_windows if reading.use_state or emit is not None else 0
         plan = bptt.Plan(
             program=program,
             parameters=parameters,

@@ -73,7 +73,9 @@ class Reading:
             final: the documents end here (encoders).
             closing: they end here, and their last windows pass on a state though they may not be full.
             use_state: pass states on. Without them every window stands alone.
-            abreast: windows of a row that run together where each stands alone.
+            abreast: windows of a row that run together where each stands alone and only the loss is wanted. Rows with
+                other numbers of windows, and encoders, whose windows have masks, are read one after the other: cells
+                have few shapes then, each of which is recorded on a GPU.
             prefixes: the tokens in front of every window of each row, of which a document is then told apart by its
                 token type, where a model knows several; by default the config's.
         """
@@ -94,7 +96,8 @@ class Reading:
         self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
         self._pack(input_ids, attention_mask, labels)
         self.schedules = [self._windows(row) for row in range(len(self.read))]
-        self.cells = self._cells(bptt_windows, 1 if use_state else abreast)
+        alone = self.causal and not use_state and not outputs and len({*map(len, self.schedules)}) == 1
+        self.cells = self._cells(bptt_windows, abreast if alone else 1)
 
     # --- packing -----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from .memory import Kind
 from .reading import IGNORE
 from .windows import Span
 
+AT_ONCE = 1 << 24  # numbers
+
 
 @dataclass(frozen=True)
 class Work:
@@ -58,6 +60,16 @@ class Gathering:
         if not self.sums:
             self.sums = [torch.zeros_like(parameter) for parameter in self.parameters]
 
+    def add(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
+        """Add gradients to the sums of the parameters with these numbers."""
+        for piece in _pieces([(self.sums[number], gradient) for number, gradient in gradients]):
+            sums, found = [total for total, _ in piece], [gradient for _, gradient in piece]
+            if any(gradient.dtype != total.dtype for total, gradient in piece):  # or each would be added by itself
+                exact = [torch.empty_like(total) for total in sums]
+                torch._foreach_copy_(exact, found)
+                found = exact
+            torch._foreach_add_(sums, found)
+
     def take(self) -> list[Tensor | None]:
         """Gradients summed up since the last time, and from zero again."""
         if not self.summed:
@@ -79,26 +91,45 @@ class Gathering:
         return self._pool
 
 
+def _pieces(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Sums and gradients, as many at a time as are enough for a GPU and little beside the weights."""
+    piece: list[tuple[Tensor, Tensor]] = []
+    for pair in pairs:
+        if piece and sum(total.numel() for total, _ in (*piece, pair)) > AT_ONCE:
+            yield piece
+            piece = []
+        piece.append(pair)
+    if piece:
+        yield piece
+
+
 class Casts:
     """The weights of linear layers in the precision that autocast gives them, cast once in a call of the model instead
-    of in every window, there and back. What else owns a weight may want it as it is; so only layers' own count."""
+    of in every window, there and back. Only weights that nothing else looks at: what else owns one, as an embedding
+    does, or reads it, as adapters around a layer do, may want it as it is."""
 
-    def __init__(self, layers: Sequence[nn.Module] = ()):
-        modules = {module: None for layer in layers for module in layer.modules()}
-        linear = [module for module in modules if type(module) in (nn.Linear, Conv1D)]
-        others = {weight for module in modules if module not in linear for weight in module.parameters(recurse=False)}
-        found = {weight: None for module in linear for weight in module.parameters(recurse=False)}
-        self._weights: list[nn.Parameter] = [weight for weight in found if weight not in others]
+    def __init__(self, layers: Sequence[nn.Module] = (), modules: Sequence[nn.Module] = ()):
+        """
+        Args:
+            layers: those of the base model, whose weights are cast.
+            modules: all of the model's.
+        """
+        adapted = {inner for module in modules if hasattr(module, "base_layer") for inner in module.modules()}
+        inside = {module: None for layer in layers for module in layer.modules()}
+        linear = [module for module in inside if type(module) in (nn.Linear, Conv1D) and module not in adapted]
+        others = {weight for module in {*modules} - {*linear} for weight in module.parameters(recurse=False)}
+        own = {weight: None for module in linear for weight in module.parameters(recurse=False)}
+        self._weights = [weight for weight in own if weight not in others and weight.dtype == torch.float32]
         self._made: dict[torch.dtype, list[Tensor]] = {}
 
     def now(self, device: torch.device) -> dict[nn.Parameter, Tensor]:
         """What to use for which weight, in the precision of this moment. Always the same tensors."""
-        dtype = torch.get_autocast_dtype(device.type)
-        if not torch.is_autocast_enabled(device.type):
+        if not self._weights or not torch.is_autocast_enabled(device.type):
             return {}
+        dtype = torch.get_autocast_dtype(device.type)
         if dtype not in self._made:
             self._made[dtype] = [weight.detach().to(dtype) for weight in self._weights]
-        return {w: c for w, c in zip(self._weights, self._made[dtype], strict=True) if w.dtype == torch.float32}
+        return dict(zip(self._weights, self._made[dtype], strict=True))
 
     def renew(self) -> None:
         """Weights may have changed since the last call."""
@@ -201,8 +232,7 @@ class Differentiable(Recording):
                 found = torch.autograd.grad([x for x, _ in pairs], inputs, [up for _, up in pairs], allow_unused=True)
             grown = [(i, gradient) for i, gradient in enumerate(found[: len(twins)]) if gradient is not None]
             self.summed = [i for i, _ in grown]
-            if grown:
-                torch._foreach_add_([gathering.sums[i] for i in self.summed], [gradient for _, gradient in grown])
+            gathering.add(grown)
             return [None if self.work.carried is None else found[-1]]
 
         def both() -> None:

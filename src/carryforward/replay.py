@@ -74,7 +74,7 @@ class Replays:
             self._forget()
             self._signature = signature
             layers = model.config.architecture.layer_list(model._body)
-            self._gathering = Gathering([weight for weight in weights if weight.requires_grad], Casts(layers))
+            self._gathering = Gathering([weight for weight in weights if weight.requires_grad], Casts(layers, modules))
         if self.path == "auto" and not self._compiles and self._replayed > COMPILE_AFTER:
             self._compiles, self._recordings = True, {}
             self._gathering.renew()
