@@ -6,8 +6,8 @@ from what the layers gave for it, the overlap is read again as the start of the 
 again: neither time nor memory depends on how much was written. Rows are at different places in their windows, so
 every row has its own position. The recurrent model comes with every call; the cache holds none.
 
-On a GPU a token is little work in many small kernels, so its step is recorded (`recording`) as windows are: everything
-it reads and writes stays in place until a window is full, and then as well.
+On a GPU the step of a token is recorded (`recorded_step`): everything it reads and writes stays in place until a window
+is full, and then as well.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from . import insertion, recording
+from . import insertion
+from .recorded_step import RecordedStep, mode
 from .replay import told
 from .state import State
 
@@ -52,7 +53,7 @@ class WindowCache(Cache):
         self.has_beams = False
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self._recorded: _RecordedStep | None = None
+        self._recorded: RecordedStep | None = None
         self._steps = 0  # since the buffers were made
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # what the call that is running brings
 
@@ -239,12 +240,12 @@ class WindowCache(Cache):
         if wanted and model.replays.usable(list(model.modules()), list(model.parameters())):
             reason = ""
             try:
-                self._recorded = _RecordedStep(self, model, column)
+                self._recorded = RecordedStep(self, model, column)
             except Exception as error:  # as for windows: the plain way is always there
                 reason = told(error)
             if self._recorded is None:
                 model.replays.failed(reason)
-        if self._recorded is not None and (model.fast_path == "off" or self._recorded.mode != _mode(model)):
+        if self._recorded is not None and (model.fast_path == "off" or self._recorded.mode != mode(model)):
             self._recorded, self._steps = None, 0
         if self._recorded is None:
             return self._call(model, range(self._batch), column, new)
@@ -354,56 +355,6 @@ class WindowCache(Cache):
             tokens=self._tokens[:, : int(pending.max())].clone(),  # the buffer is written on
             pending=pending, read=torch.tensor(self._read), signature=self._signature,
         )  # fmt: skip
-
-
-def _mode(model: Any) -> tuple:
-    """What a recorded step depends on that may change between two tokens."""
-    weight = model.recurrence.weight
-    device = weight.device.type
-    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return *autocast, model.training, weight.dtype, next(model.parameters()).data_ptr()
-
-
-class _RecordedStep:
-    """One more token in every row of a cache, as a recording that reads and writes its buffers."""
-
-    def __init__(self, cache: WindowCache, model: Any, column: Tensor):
-        device = model.device
-        self.column = column.to(device).clone()
-        self.rows = torch.arange(len(column), device=device)
-        self.position = torch.zeros(len(column), 1, dtype=torch.long, device=device)
-        self.new = torch.ones_like(self.position)
-        self.seen = torch.zeros(len(column), dtype=torch.bool, device=device)
-        self.last = torch.zeros(1, dtype=torch.long, device=device)  # kept: a recording does not own what it reads
-        self.counts: list[int] = []
-        self._refresh(cache)
-
-        def step() -> Tensor:  # its effects are the same however often it is run
-            carry = insertion.Carry()
-            carry.held, carry.seen = cache._held(), self.seen
-            return cache._run(model, self.rows, self.column, self.position, self.new == 0, carry, self.last)
-
-        self.mode = _mode(model)
-        with recording.uncached_autocast(device):
-            recording.warm_up(step, times=1)  # nothing is compiled
-            self.logits, self.replay = recording.record(step, None)
-
-    def _refresh(self, cache: WindowCache) -> None:
-        """Where rows stand, after they were moved by other means."""
-        self.position.copy_(torch.tensor(cache._position)[:, None])
-        self.seen.copy_(torch.tensor([cache._sees_state(row) for row in range(cache._batch)]))
-        self.stale = False
-
-    def __call__(self, cache: WindowCache, column: Tensor, new: list[int]) -> Tensor:
-        if self.stale:
-            self._refresh(cache)
-        if new != self.counts:
-            self.new.copy_(torch.tensor(new)[:, None])
-            self.counts = new
-        self.column.copy_(column)
-        self.replay()
-        self.position += self.new
-        return self.logits.clone()
 
 
 def check_cache(cache: Any, **others: Any) -> None:
