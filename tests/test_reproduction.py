@@ -3,6 +3,10 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,6 +222,41 @@ def test_a_cell_that_another_experiment_runs(finished):
     found = tables.find(recipes.read(path))
     assert [(row.label, row.overlap, row.window) for row in found.rows] == [("plain-16", 0, 16)]
     assert not found.unfinished
+
+
+def test_cells_side_by_side(folder):
+    """Each in a process of its own: the same results, and what failed is said with where to look."""
+    own = {"train": {"recurrence": False, "learning_rate": "1e-4"}, "overlaps": [0]}
+    write(changed(cells={"plain": own, "later": {**own, "rates_of": "rates/nothing"}}, seeds=[0, 1]))
+    result = reproduce("--jobs", "2", "--cell", "plain", "--cell", "later-seed1")
+    assert result.exit_code == 1
+    assert "1 of 3 cells failed" in result.output
+    assert "run that experiment first" in Path("runs/table2/tiny/later-seed1.log").read_text()
+    alone = [
+        json.loads(path.read_text()) for path in sorted(folder.glob("table2/results/tiny/plain-*/validation.json"))
+    ]
+    assert len(alone) == 2
+    assert not (folder / "table2" / "README.md").exists()
+    assert reproduce("--jobs", "2", "--cell", "plain").exit_code == 0, "nothing is left to do"
+    assert (folder / "table2" / "README.md").exists()
+
+
+def test_side_by_side_is_stopped_gently(folder):
+    write(changed(train={**CONTENT["train"], "train_tokens": 10**8, "eval_tokens": 10**8}, seeds=[0, 1]))
+    command = [sys.executable, "-m", "carryforward", "reproduce", "table2", "--setting", "tiny", "--device", "cpu",
+               "--jobs", "2", "--cell", "plain"]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    logs = [Path(f"runs/table2/tiny/plain-seed{seed}.log") for seed in (0, 1)]
+    end = time.monotonic() + 120
+    while not all(log.exists() and "training:" in log.read_text() for log in logs):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130
+    assert "To go on, give the same command again" in process.stderr.read()
+    for log in logs:
+        assert "stopped at step" in log.read_text()
 
 
 def test_a_run_that_was_stopped_goes_on_with_what_is_missing(folder, monkeypatch):

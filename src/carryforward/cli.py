@@ -331,23 +331,32 @@ def reproduce(
     work: Annotated[Path, typer.Option(help="Where models are kept while they are trained and scored.")] = Path("runs"),
     model: Annotated[str | None, typer.Option(help="The base model, if it is elsewhere.")] = None,
     data: Annotated[str | None, typer.Option(help="The text, if it is elsewhere.")] = None,
-    cell: Annotated[list[str] | None, typer.Option(help="Only these, by name.")] = None,
+    cell: Annotated[list[str] | None, typer.Option(help="Only these: plain, or one seed of it, plain-seed1.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Cells run at once, each in a process of its own.")] = 1,
     test: Annotated[bool, typer.Option("--test", help="Score the test split too: once, when nothing is open.")] = False,
     tables_only: Annotated[bool, typer.Option("--tables-only", help="Run nothing; write the pages anew.")] = False,
+    pages: Annotated[bool, typer.Option(help="--no-pages leaves the pages as they are.")] = True,
     keep_models: Annotated[bool, typer.Option(help="--no-keep-models removes each once it is scored.")] = True,
     device: Device = None,
 ) -> None:
     """The paper's tables, figures and claims: run what is missing, and write the pages anew."""
     with told_plainly():
-        from .reproduction import publishing, recipes, running
+        from .reproduction import publishing, recipes, running, side_by_side
 
         if device not in (None, "cpu"):
             raise ValueError(f"--device {device}: cells run on the best device there is, or on cpu. Leave it out.")
         recipe = recipes.read(recipes.path_of(experiments, what, setting), model=model, data=data)
-        if not tables_only:
-            running.run(
-                recipe, work / what / setting, labels=tuple(cell or ()), test=test, keep_models=keep_models,
-                use_cpu=device == "cpu",
-            )  # fmt: skip
+        cells, folder = tuple(cell or ()), work / what / setting
+        if jobs > 1 and not tables_only:
+            names = [one.name for one, some in running.unfinished(recipe, cells, test) if some and not one.borrowed]
+            options = {"setting": setting, "experiments": experiments, "work": work, "model": model, "data": data,
+                       "device": device}  # fmt: skip
+            given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+            flags = ["--no-pages", *["--test"] * test, *["--no-keep-models"] * (not keep_models)]
+            side_by_side.run_side_by_side(names, ["reproduce", what, *given, *flags], folder, jobs)
+        elif not tables_only:
+            running.run(recipe, folder, labels=cells, test=test, keep_models=keep_models, use_cpu=device == "cpu")
+        if not pages:
+            return
         for page in publishing.publish(experiments):
             typer.echo(page)

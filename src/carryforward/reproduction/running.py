@@ -30,17 +30,11 @@ def run(
 
     Args:
         work: for models, a folder for each cell.
-        labels: run these cells only.
+        labels: run these cells only: names, or names with a seed (`plain-seed1`).
         test: score on test splits as well: once, when nothing is left to choose.
         keep_models: False throws a cell's model away once it is scored.
     """
-    unknown = set(labels) - {cell.label for cell in recipe.cells}
-    if unknown:
-        known = ", ".join(dict.fromkeys(cell.label for cell in recipe.cells))
-        raise ValueError(f"--cell {' '.join(sorted(unknown))}: this recipe has {known}.")
-    cells = [cell for cell in recipe.cells if not labels or cell.label in labels]
-    lacking = [(cell, missing(cell, test)) for cell in cells]
-    console.note(f"{sum(not some for _, some in lacking)} of {len(cells)} cells are finished.")
+    lacking = unfinished(recipe, labels, test)
     for cell, some in lacking:
         if some and cell.borrowed:
             console.note(f"{cell.name} is another experiment's ({cell.folder}): run that one.")
@@ -50,6 +44,18 @@ def run(
             free()
             if not keep_models:
                 shutil.rmtree(work / cell.name)
+
+
+def unfinished(recipe: Recipe, labels: tuple[str, ...], test: bool) -> list[tuple[Cell, list[str]]]:
+    """Cells, by label or with their seed, and what each lacks."""
+    unknown = set(labels) - {name for cell in recipe.cells for name in (cell.label, cell.name)}
+    if unknown:
+        known = ", ".join(dict.fromkeys(cell.label for cell in recipe.cells))
+        raise ValueError(f"--cell {' '.join(sorted(unknown))}: this recipe has {known}.")
+    cells = [cell for cell in recipe.cells if not labels or {cell.label, cell.name} & {*labels}]
+    lacking = [(cell, missing(cell, test)) for cell in cells]
+    console.note(f"{sum(not some for _, some in lacking)} of {len(cells)} cells are finished.")
+    return lacking
 
 
 def missing(cell: Cell, test: bool) -> list[str]:
