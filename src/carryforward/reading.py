@@ -87,7 +87,8 @@ class Reading:
         recurrence = config.recurrence
         self.prefixes = [recurrence.prefix] * len(input_ids) if prefixes is None else [tuple(one) for one in prefixes]
         self.suffix = recurrence.suffix
-        self.typed = prefixes is not None and getattr(config.base_config, "type_vocab_size", 0) > 1
+        self.own = prefixes is not None
+        self.typed = self.own and getattr(config.base_config, "type_vocab_size", 0) > 1
         self.rooms = [recurrence.window - len(prefix) - len(self.suffix) for prefix in self.prefixes]
         self.before = state
         self.read: list[int] = state.read.tolist()
@@ -202,18 +203,24 @@ class Reading:
             ids[:, :longest] = torch.where(position[:longest] < leads, front, ids[:, :longest])
         for i, token in enumerate(self.suffix):
             ids = torch.where(past == i, token, ids)
-        ends = {len(self.prefixes[row]) + w.end - w.start for row, w in zip(cell.rows, cell.windows, strict=True)}
-        return ids, (past < len(self.suffix)).long() if len(ends) > 1 else None
+        return ids, (past < len(self.suffix)).long() if self.masked(cell) else None
+
+    def masked(self, cell: Cell) -> bool:
+        """Whether windows of different lengths stand side by side, where every position sees all others."""
+        pairs = zip(cell.rows, cell.windows, strict=True)
+        return not self.causal and len({len(self.prefixes[row]) + w.end - w.start for row, w in pairs}) > 1
 
     def leads(self, cell: Cell) -> Tensor:
         """How many positions of each row are its prefix, [b, 1]."""
         return self.index([len(self.prefixes[row]) for row in cell.rows])[:, None]
 
-    def token_types(self, cell: Cell, ids: Tensor) -> dict[str, Tensor]:
-        """Token types, if these rows have any: 0 in a row's prefix, 1 behind it."""
-        if not self.typed:
-            return {}
-        return {"token_type_ids": (torch.arange(cell.width, device=ids.device) >= self.leads(cell)).long()}
+    def fronts(self, cell: Cell) -> tuple[Tensor | None, Tensor | None]:
+        """Where rows have prefixes of their own: how long these are, [b, 1], and the token types [b, width], if the
+        model knows several: 0 in a row's prefix, 1 behind it."""
+        if not self.own:
+            return None, None
+        leads = self.leads(cell)
+        return leads, (torch.arange(cell.width, device=leads.device) >= leads).long() if self.typed else None
 
     def targets(self, cell: Cell) -> Tensor:
         """For each position the label it is scored on, or -100, [b, width]."""
@@ -270,14 +277,16 @@ class Reading:
     def pooled(self, cell: Cell) -> dict[Span, list[int]]:
         """The positions of finished windows that are pooled, each range with its rows in the cell: neither prefix nor
         suffix, and such that the state runs as far ahead of the next window, if there is one, as it did in training,
-        where the overlap may have been another (footnote 3)."""
+        where the overlap may have been another (footnote 3). Rows with prefixes of their own share a range: full
+        windows end at the same position."""
         found: dict[Span, list[int]] = {}
         for i, (row, window) in enumerate(zip(cell.rows, cell.windows, strict=True)):
             if cell.finished[i]:
                 start, closes = len(self.prefixes[row]), self._closes(row, window)
                 end = start + window.end - window.start
                 stop = end if closes else end + min(self.config.recurrence.overlap - self.overlap, 0)
-                found.setdefault(Span(start, stop, end if closes else end - self.overlap), []).append(i)
+                begin = None if self.own and not closes else start
+                found.setdefault(Span(begin, stop, end if closes else end - self.overlap), []).append(i)
         return found
 
     def _columns(self, cell: Cell, ahead: int = 0) -> tuple[Tensor, Tensor]:
