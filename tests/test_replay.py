@@ -5,6 +5,7 @@ Where there is no GPU a recording is a tape of operations on tensors, which are 
 Python decided then stays decided, as in a CUDA graph. On a GPU the real thing is tested as well.
 """
 
+import contextlib
 import copy
 import pickle
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 import carryforward as cf
-from carryforward import insertion, memory, recording, replay, window_cache
+from carryforward import embedding, insertion, memory, recording, replay, window_cache
 
 IDS = tiny.documents(3, 45)
 RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
@@ -724,6 +725,23 @@ def test_documents_are_encoded_as_without_recordings(name, settings, recordings,
     assert len(replayed) > 10
 
 
+def test_of_ragged_documents_only_the_largest_windows_are_compiled_at_once(recordings, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(replay, "RECORD_AFTER", 100)
+    monkeypatch.setattr(replay, "compiled", lambda model: compiled.append(1) or contextlib.nullcontext())
+    plain, fast = answers("bert", training=True, keep_windows=0)
+    fast.fast_path = "compiled"
+    for seed, length in enumerate((31, 33, 35, 36)):
+        mask = (torch.arange(45) < torch.tensor([45, 38, length])[:, None]).long()
+        (expected, slow), (out, quick) = learn(plain, seed, mask), learn(fast, seed, mask)
+        assert_same_answers(out, expected)
+        tiny.assert_same_gradients(slow, quick)
+    made = [one.work for some in fast.replays._recordings.values() for one in some]
+    assert len(compiled) == len(made)
+    assert {work.ids.shape for work in made} == {(3, 14)}
+    assert fast.replays._replayed > 16
+
+
 # --- writing token by token ---------------------------------------------------------------------------------------
 
 
@@ -862,3 +880,61 @@ def test_generation_on_a_gpu(name, fields):
     assert slow.past_key_values._recorded is None
     assert_close(torch.stack(fast.logits), torch.stack(slow.logits), rtol=1e-4, atol=1e-4)
     assert fast.sequences.equal(slow.sequences)
+
+
+@GPU
+@pytest.mark.parametrize("path", ["auto", "compiled"])
+@pytest.mark.parametrize("fields", [{"keep_windows": 0}, {"keep_windows": 2}, {"keep_windows": "auto"},
+                                    {"slots": 0, "kept": 3, "sinks": 1, "window": 16}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert"])
+def test_answering_on_a_gpu(name, fields, path, monkeypatch):
+    """Windows are recorded in the forward call and, where they are run again, in the backward one."""
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    plain, fast = (model.cuda() for model in answers(name, training=True, **fields))
+    fast.fast_path = path
+    for seed in range(4):
+        (expected, slow), (out, quick) = (learn(model, seed, device="cuda") for model in (plain, fast))
+        assert_same_answers(out, expected, 1e-4)
+        tiny.assert_same_gradients(slow, quick, 1e-4)
+    first, second = asked(fast, 1, device="cuda"), asked(fast, 2, device="cuda")
+    (first.loss + second.loss).backward()
+    quick = tiny.gradients(fast)
+    (asked(plain, 1, device="cuda").loss + asked(plain, 2, device="cuda").loss).backward()
+    tiny.assert_same_gradients(tiny.gradients(plain), quick, 1e-4)
+    assert fast.fast_path == path, "a recording failed"
+    assert fast.replays._replayed > 8
+
+
+@GPU
+def test_answering_under_autocast_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    plain, fast = (model.cuda() for model in answers("bert", keep_windows=2))
+    for seed in range(4):
+        found = []
+        for model in (plain, fast):
+            with torch.autocast("cuda", torch.bfloat16):
+                out = asked(model, seed, device="cuda")
+            out.loss.backward()
+            found.append((out.loss, tiny.gradients(model)))
+        assert_close(found[0][0], found[1][0], rtol=2e-2, atol=2e-2)
+        tiny.assert_same_gradients(found[0][1], found[1][1], 2e-2)
+    assert fast.fast_path == "auto", "a recording failed"
+    assert fast.replays._replayed
+
+
+@GPU
+@pytest.mark.parametrize("path", ["auto", "compiled"])
+@pytest.mark.parametrize("settings", [{}, {"pooling": "state"}, {"output": "tokens", "overlap": 4}], ids=str)
+@pytest.mark.parametrize("name", ["bert", "modernbert", "gpt2"])
+def test_encoding_on_a_gpu(name, settings, path, monkeypatch):
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    texts = ["recurrence " * n for n in (9, 3, 8, 9, 1, 6, 9, 9)]
+    plain, fast = (embedding.headless(model.cuda()) for model in both(name))
+    fast.fast_path = path
+    found = [cf.encode(model, texts, Letters(), batch_size=3, **settings) for model in (plain, fast)]
+    for expected, out in zip(*found, strict=True):
+        if "output" in settings:
+            expected, out = expected.vectors, out.vectors
+        assert_close(torch.from_numpy(out), torch.from_numpy(expected), rtol=1e-3, atol=1e-4)
+    assert fast.fast_path == path, "a recording failed"
+    assert fast.replays._replayed > 10

@@ -30,6 +30,7 @@ FastPath = Literal["auto", "compiled", "off"]
 DEVICES = ("cuda",)
 RECORD_AFTER = 16  # windows of a kind: a recording takes a second
 COMPILE_AFTER = 1000  # the compiler takes ten or twenty
+COMMON = COMPILE_AFTER // 20  # windows of a kind, or it is not compiled: ragged batches have many kinds
 
 
 class Replays:
@@ -47,6 +48,7 @@ class Replays:
         self._compiles = self.path == "compiled"
         self._replayed = 0
         self._seen: Counter = Counter()
+        self._largest = 0
         self._recordings: dict[tuple, list[Recording]] = {}
         self._gathering = Gathering()
 
@@ -102,12 +104,16 @@ class Replays:
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         absent = tuple(tensor is None for tensor in (work.carried, work.targets, work.leads, work.types))
         key = (call.training, *autocast, with_gradients, *absent, work.outputs, work.start)
+        kind = (*key, *work.ids.shape, work.mask is None, work.pooled)
+        self._seen[kind] += 1
         recording = self._find(call, key, work)
         if recording is None:
-            kind = (*key, *work.ids.shape, work.mask is None, work.pooled)
-            self._seen[kind] += 1
-            if self.path == "compiled" or self._seen[kind] > RECORD_AFTER:
-                recording = self._record(call.model, key, work, with_gradients)
+            # at once if that was said, but not for the smaller ones that ragged documents end with
+            self._largest = max(self._largest, work.ids.numel())
+            at_once = self.path == "compiled" and work.ids.numel() == self._largest
+            if at_once or self._seen[kind] > RECORD_AFTER:
+                common = self.path == "compiled" or self._seen[kind] > COMMON
+                recording = self._record(call.model, key, work, with_gradients, self._compiles and common)
         if recording is None:
             return call.model._window(work)
         self._replayed += 1
@@ -142,14 +148,14 @@ class Replays:
                 return recording
         return None
 
-    def _record(self, model: Any, key: tuple, work: Work, with_gradients: bool) -> "Recording | None":
+    def _record(self, model: Any, key: tuple, work: Work, with_gradients: bool, compiles: bool) -> "Recording | None":
         if self.path == "off" or (with_gradients and not model._allowance.has_room(work.kind)):
             return None
         recording, reason = None, ""
         try:
             with (
                 torch.random.fork_rng([work.ids.device] if work.ids.is_cuda else []),
-                compiled(model) if self._compiles else contextlib.nullcontext(),
+                compiled(model) if compiles else contextlib.nullcontext(),
             ):
                 recording = (Differentiable if with_gradients else Recording)(model, work, self._gathering)
         except Exception as error:  # whatever a compiler or a driver may raise: the plain way is always there
