@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
 import carryforward as cf
-from carryforward import doors, insertion, words
+from carryforward import doors, insertion, recording, words
 from carryforward.data.encoding import Encoder
 from carryforward.inspection import by_kind, by_position, by_token, by_window, draw, inspect
 from carryforward.scoring import score, token_losses
@@ -56,7 +56,7 @@ def test_slots_are_paid_what_the_models_own_weights_say(name, fields):
     (found,) = paid_by(model, IDS[:16])  # the second window reads tokens 8 to 14, and predicts 9 to 15
     with torch.no_grad():
         state = model.advance_state(ids[:, :9])
-        _, inputs = model._inputs(ids[:, 8:15], None, model._table(state), passes_on=False)
+        _, inputs = model._inputs(recording.Work(ids[:, 8:15], carried=model._table(state)))
         model.base.set_attn_implementation("eager")
         attentions = model.base(**inputs, output_attentions=True).attentions
     layers = model.config.insertion_layers

@@ -13,21 +13,8 @@ from transformers import AutoModelForQuestionAnswering
 import carryforward as cf
 from carryforward import bptt
 
-QUESTIONS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-FRAME = {"prefix": (2,), "separator": (3, 3), "suffix": (3,)}
+QUESTIONS, FRAME = tiny.QUESTIONS, tiny.FRAME
 KINDS = [{}, {"slots": 0, "kept": 3, "sinks": 1, "window": 16}, {"overlap": 2, "slots": 2, "insert_at": (1, 3)}]
-
-
-def model_of(name, **fields):
-    torch.manual_seed(0)
-    model = cf.add_recurrence(
-        tiny.base(name, "none"), head="question-answering", **{"window": 14, "hidden_sizes": (16,), **FRAME, **fields}
-    )
-    assert isinstance(model, cf.RecurrentForQuestionAnswering)
-    with torch.no_grad():
-        for weight in (*model.recurrence.parameters(), *model.kinds.parameters()):
-            weight.normal_(std=0.5, generator=torch.Generator().manual_seed(1))
-    return model.eval()
 
 
 def by_hand(model, question, stretch):
@@ -48,7 +35,7 @@ def answers(out):
 
 @pytest.mark.parametrize("name", tiny.ENCODERS)
 def test_without_a_state_windows_are_the_base_model_s(name):
-    model, document = model_of(name), tiny.documents(1, 20)
+    model, document = tiny.answering(name), tiny.documents(1, 20)
     found = answers(model(document, question_ids=QUESTIONS[:1], use_state=False))[0]
     text, room = document[0].tolist(), 14 - 7
     parts = [by_hand(model, QUESTIONS[0], text[begin : begin + room]) for begin in range(0, 20, room)]
@@ -61,7 +48,7 @@ def test_without_a_state_windows_are_the_base_model_s(name):
 @pytest.mark.parametrize("fields", KINDS, ids=str)
 @pytest.mark.parametrize("name", tiny.ENCODERS)
 def test_rows_with_other_questions_are_as_if_alone(name, fields):
-    model, documents, lengths = model_of(name, **fields), tiny.documents(3, 31), [31, 8, 19]
+    model, documents, lengths = tiny.answering(name, **fields), tiny.documents(3, 31), [31, 8, 19]
     mask = (torch.arange(31) < torch.tensor(lengths)[:, None]).long()
     together = model(documents, attention_mask=mask, question_ids=QUESTIONS)
     for row, length in enumerate(lengths):
@@ -78,7 +65,7 @@ def test_recomputed_equals_kept_graph(name, fields):
     told = {"start_positions": torch.tensor([25, -100, 3]), "end_positions": torch.tensor([27, -100, 3]),
             "answer_kinds": torch.tensor([0, 2, 0])}  # fmt: skip
     for keep_graph in (False, True):
-        model = model_of(name, keep_graph=keep_graph, **fields).train()
+        model = tiny.answering(name, keep_graph=keep_graph, **fields).train()
         torch.manual_seed(5)
         out = model(documents, question_ids=QUESTIONS, **told)
         out.loss.backward()
@@ -89,7 +76,7 @@ def test_recomputed_equals_kept_graph(name, fields):
 
 
 def test_the_loss_by_hand():
-    model, documents = model_of("bert"), tiny.documents(2, 20)
+    model, documents = tiny.answering("bert"), tiny.documents(2, 20)
     starts, ends, kinds = torch.tensor([4, -100]), torch.tensor([6, -100]), torch.tensor([0, 1])
     out = model(documents, question_ids=QUESTIONS[:2], start_positions=starts, end_positions=ends, answer_kinds=kinds)
     logp = [logits.log_softmax(-1) for logits in (out.start_logits, out.end_logits, out.kind_logits)]
@@ -104,12 +91,21 @@ def test_the_loss_by_hand():
 
 
 def test_only_the_document_is_pooled():
-    model = model_of("bert")
-    ranges = []
+    model, pooled = tiny.answering("bert"), []
     forward = model.recurrence.forward
-    model.recurrence.forward = lambda hidden, span, *rest: ranges.append(span[:2]) or forward(hidden, span, *rest)
+
+    def watched(hidden, *rest):
+        hidden = [h.detach().requires_grad_() for h in hidden]
+        with torch.enable_grad():
+            found = forward(hidden, *rest)
+            pooled.append(torch.autograd.grad(found.sum(), hidden[-1])[0].abs().sum(-1) > 0)
+        return found.detach()
+
+    model.recurrence.forward = watched
     model(tiny.documents(2, 20), question_ids=QUESTIONS[:2])
-    assert ranges[:2] == [(6, 13), (5, 13)], "behind prefix, question and separator, before the suffix"
+    position = torch.arange(14)
+    expected = torch.stack([(begin <= position) & (position < 13) for begin in (6, 5)])
+    assert pooled[0].equal(expected), "behind prefix, question and separator, before the suffix"
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -125,7 +121,7 @@ def test_windows_leave_nothing_behind_but_what_they_emit(training, monkeypatch):
 
     monkeypatch.setattr(bptt, "unroll", watched)
     with torch.set_grad_enabled(training):
-        model_of("bert")(tiny.documents(2, 40), question_ids=QUESTIONS[:2])
+        tiny.answering("bert")(tiny.documents(2, 40), question_ids=QUESTIONS[:2])
         told = {"labels": torch.tensor([0, 1])} if training else {}
         tiny.recurrent("bert", "sequence")(tiny.documents(2, 40), **told)
     assert len(held) > 10
@@ -133,7 +129,7 @@ def test_windows_leave_nothing_behind_but_what_they_emit(training, monkeypatch):
 
 
 def test_saving_and_the_auto_class(tmp_path):
-    model, document = model_of("roberta"), tiny.documents(1, 20)
+    model, document = tiny.answering("roberta"), tiny.documents(1, 20)
     expected = model(document, question_ids=QUESTIONS[:1])
     model.save_pretrained(tmp_path)
     again = AutoModelForQuestionAnswering.from_pretrained(tmp_path)
@@ -185,7 +181,7 @@ def test_special_tokens_of_a_pair():
 )  # fmt: skip
 def test_what_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=message):
-        model_of("bert")(tiny.documents(1, 20), **arguments)
+        tiny.answering("bert")(tiny.documents(1, 20), **arguments)
 
 
 @pytest.mark.parametrize(

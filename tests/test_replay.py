@@ -5,6 +5,7 @@ Where there is no GPU a recording is a tape of operations on tensors, which are 
 Python decided then stays decided, as in a CUDA graph. On a GPU the real thing is tested as well.
 """
 
+import contextlib
 import copy
 import pickle
 
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
-from carryforward import insertion, memory, recording, replay, window_cache
+import carryforward as cf
+from carryforward import embedding, insertion, memory, recording, replay, window_cache
 
 IDS = tiny.documents(3, 45)
 RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
@@ -42,6 +44,7 @@ def run_again(function, pool):
         results = function()
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # or what was cast, and cast back, is cast once more
     def again():
         for operation, args, kwargs, result in tape.operations:
             if any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns):
@@ -489,6 +492,308 @@ def test_copies_and_pickles_have_recordings_of_their_own(recordings):
             tiny.assert_same_gradients(found, expected)
 
 
+# --- windows that give something out ------------------------------------------------------------------------------
+
+RAGGED_ROWS = (torch.arange(45) < torch.tensor([45, 38, 20])[:, None]).long()  # their last windows need a mask
+
+
+def answers(name, training=False, **fields):
+    plain, fast = (tiny.answering(name, **fields).train(training) for _ in range(2))
+    plain.fast_path = "off"
+    return plain, fast
+
+
+def learn(model, seed=3, mask=RAGGED_ROWS, questions=tiny.QUESTIONS, device="cpu", **kwargs):
+    """A step of a model that answers questions: its output and gradients."""
+    out = asked(model, seed, mask, questions, device, **kwargs)
+    out.loss.backward()
+    return out, tiny.gradients(model)
+
+
+def asked(model, seed=3, mask=RAGGED_ROWS, questions=tiny.QUESTIONS, device="cpu", **kwargs):
+    torch.manual_seed(seed)
+    told = {"start_positions": torch.tensor([40, -100, 3]), "end_positions": torch.tensor([42, -100, 3]),
+            "answer_kinds": torch.tensor([0, 2, 0])}  # fmt: skip
+    ids, rows = tiny.documents(3, 45, seed).to(device), len(questions)
+    told = {key: value[:rows].to(device) for key, value in told.items()}
+    return model(ids[:rows], attention_mask=mask[:rows].to(device), question_ids=questions, **told, **kwargs)
+
+
+def assert_same_answers(out, expected, tolerance=1e-5):
+    for key in ("loss", "start_logits", "end_logits", "kind_logits"):
+        assert_close(out[key], expected[key], rtol=10 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("keep", [0, 2, 100, "auto"])
+@pytest.mark.parametrize("name", tiny.ENCODERS)
+def test_answering_is_learnt_as_without_recordings(name, keep, recordings):
+    plain, fast = answers(name, training=True, keep_windows=keep)  # with dropout
+    other = [[5], [6, 7, 8, 9], [10, 11]]
+    for seed, questions in enumerate([tiny.QUESTIONS, other, other, tiny.QUESTIONS]):
+        (expected, slow), (out, quick) = (learn(model, seed, questions=questions) for model in (plain, fast))
+        assert_same_answers(out, expected)
+        tiny.assert_same_gradients(slow, quick)
+    assert fast.replays._replayed > 8
+
+
+def test_questions_of_other_lengths_are_not_recorded_anew(recordings):
+    model = tiny.answering("bert", keep_windows=0)
+    for seed, questions in enumerate([tiny.QUESTIONS, [[5], [6, 7, 8, 9], [10, 11]], [[5, 6]] * 3]):
+        learn(model, seed, mask=torch.ones_like(RAGGED_ROWS), questions=questions)
+    made = [one.work for some in model.replays._recordings.values() for one in some]
+    full = [work for work in made if work.ids.shape == (3, 14) and work.mask is None and work.pooled]
+    assert len(full) == 4, "with and without gradients, with and without a state"
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"slots": 0, "kept": 3, "sinks": 1, "window": 16},
+        {"overlap": 2, "slots": 2, "insert_at": (1, 3), "pooled_layers": "all"},
+        {"slots": 3, "pooling": "max"},
+        {"slots": 2, "pooling": "attention", "insert_at": "all", "state_per_layer": True},
+        {"bptt_windows": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])
+def test_answering_with_recurrences_of_every_kind(name, fields, keep, recordings):
+    plain, fast = answers(name, keep_windows=keep, **fields)
+    for seed in range(3):
+        (expected, slow), (out, quick) = learn(plain, seed), learn(fast, seed)
+        assert_same_answers(out, expected)
+        tiny.assert_same_gradients(slow, quick)
+    assert fast.replays._replayed
+
+
+@pytest.mark.parametrize("how", ["frozen base", "frozen recurrence", "frozen all but a head", "no state", "abreast"])
+def test_answering_in_parts(how, recordings):
+    plain, fast = answers("bert", keep_windows=2 if how == "abreast" else 0)
+    settings = {"use_state": False} if how in ("no state", "abreast") else {}
+    for model in (plain, fast):
+        if how == "frozen base":
+            model.base.requires_grad_(False)
+        if how == "frozen recurrence":
+            model.recurrence.requires_grad_(False)
+        if how == "frozen all but a head":
+            model.requires_grad_(False)
+            model.kinds.requires_grad_(True)
+    for seed in range(3):
+        (expected, slow), (out, quick) = learn(plain, seed, **settings), learn(fast, seed, **settings)
+        assert_same_answers(out, expected)
+        tiny.assert_same_gradients(slow, quick)
+    assert fast.replays._replayed
+
+
+def test_answers_without_gradients(recordings):
+    """A window that is shorter, or has fewer rows, is filled up where a mask hides the rest."""
+    plain, fast = answers("bert")
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            for _ in range(3):
+                assert_same_answers(asked(fast), asked(plain))
+            made = len(recordings)
+            for length in (43, 42, 41):
+                mask = (torch.arange(45) < torch.tensor([45, 38, length])[:, None]).long()
+                expected, out = (asked(model, mask=mask) for model in (plain, fast))
+                assert_same_answers(out, expected)
+            assert_same_answers(asked(fast, questions=tiny.QUESTIONS[:2]), asked(plain, questions=tiny.QUESTIONS[:2]))
+    assert made
+    learn(fast)  # what was recorded in inference mode does not stand in the way
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_answering_under_autocast(keep, recordings):
+    plain, fast = answers("bert", training=True, keep_windows=keep)
+    for seed in range(3):
+        for model in (plain, fast):
+            with torch.no_grad():
+                for weight in model.base.parameters():
+                    weight.mul_(1.1)
+        found = []
+        for model in (plain, fast):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = asked(model, seed)
+            out.loss.backward()  # outside of it, as is usual
+            found.append((out, tiny.gradients(model)))
+        (expected, slow), (out, quick) = found
+        assert torch.equal(out.loss, expected.loss)
+        tiny.assert_same_gradients(slow, quick)
+    assert fast.replays._replayed
+
+
+@pytest.mark.parametrize("keep", [0, 2, 100])
+def test_several_calls_before_one_backward(keep, recordings):
+    """What a window left behind is not written over by the next call."""
+    results = []
+    for model in answers("bert", training=True, keep_windows=keep):
+        learn(model), learn(model)
+        first, second = asked(model, 1), asked(model, 2)
+        with torch.no_grad():
+            asked(model, 3)
+        (first.loss + 2 * second.loss).backward()
+        results.append(tiny.gradients(model))
+    tiny.assert_same_gradients(*results)
+    assert model.replays._replayed
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_an_answering_model_that_changes_before_its_backward(keep, recordings):
+    results = []
+    for model in answers("bert", keep_windows=keep):
+        learn(model), learn(model)
+        out = asked(model)
+        model.base.requires_grad_(False)
+        learn(model)
+        model.base.requires_grad_(True)
+        out.loss.backward()
+        results.append(tiny.gradients(model))
+    tiny.assert_same_gradients(*results)
+
+
+def test_what_is_never_pulled_through_is_free_again(recordings):
+    model = tiny.answering("bert", keep_windows=100)
+    for seed in range(3):
+        asked(model, seed)
+    made = len(recordings)
+    out = asked(model)
+    busy = [one.busy for some in model.replays._recordings.values() for one in some]
+    assert any(busy)
+    del out
+    assert not any(one.busy for some in model.replays._recordings.values() for one in some)
+    asked(model)
+    assert len(recordings) == made
+
+
+def test_answering_broken_off_in_its_backward(recordings, monkeypatch):
+    plain, fast = answers("bert", keep_windows=0)
+    for _ in range(3):
+        _, expected = learn(plain)
+        learn(fast)
+    run = replay.Replays.run
+
+    def interrupted(self, *args):
+        if self._gathering.summed:
+            raise KeyboardInterrupt
+        return run(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay.Replays, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            learn(fast)
+    assert fast.replays._gathering.summed
+    fast.zero_grad()
+    tiny.assert_same_gradients(learn(fast)[1], expected)
+
+
+@pytest.mark.parametrize("keep", [0, 100, "auto"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert"])
+def test_classifiers_of_documents(name, keep, recordings):
+    plain, fast = (tiny.recurrent(name, "sequence", keep_windows=keep).train() for _ in range(2))
+    plain.fast_path = "off"
+    for seed in range(4):
+        found = []
+        for model in (plain, fast):
+            torch.manual_seed(seed)
+            out = model(tiny.documents(3, 45, seed), attention_mask=RAGGED_ROWS, labels=torch.tensor([0, 1, 2]))
+            out.loss.backward()
+            found.append((out, tiny.gradients(model)))
+        (expected, slow), (out, quick) = found
+        assert_close(out.logits, expected.logits)
+        tiny.assert_same_gradients(slow, quick)
+    assert fast.replays._replayed
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_classifiers_of_tokens_give_logits_and_loss(mode, recordings):
+    plain, fast = (tiny.recurrent("bert", "token") for _ in range(2))
+    plain.fast_path = "off"
+    labels = (IDS % 4 - 1).masked_fill(IDS % 4 == 0, -100)
+    for _ in range(3):
+        with mode():
+            found = [
+                model(IDS, attention_mask=RAGGED_ROWS, labels=labels, return_logits=True) for model in (plain, fast)
+            ]
+        expected, out = found
+        assert_close(out.logits, expected.logits)
+        assert_close(out.loss, expected.loss)
+        if out.loss.requires_grad:
+            for one in found:
+                one.loss.backward()
+            tiny.assert_same_gradients(*map(tiny.gradients, (plain, fast)))
+    assert fast.replays._replayed
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta", "modernbert"])
+def test_hidden_states_in_pieces_with_gradients_through_the_state(name, keep, recordings):
+    results = []
+    for path in ("off", "auto"):
+        model = tiny.recurrent(name, "none", keep_windows=keep)
+        model.fast_path = path
+        for _ in range(3):
+            first = model(IDS[:, :21], attention_mask=RAGGED_ROWS[:, :21], final=False)
+            rest = {"attention_mask": RAGGED_ROWS[:, 21:], "state": first.state}
+            second = model(
+                IDS[:2, 21:], **{**rest, "attention_mask": RAGGED_ROWS[:2, 21:], "state": first.state[[0, 1]]}
+            )
+            loss = first.last_hidden_state.square().sum() + second.last_hidden_state.sin().sum()
+            (loss + second.state.carried.sum()).backward()
+            found = tiny.gradients(model)
+        results.append((first.last_hidden_state, second.last_hidden_state, second.state.carried, found))
+    for a, b in zip(results[0][:3], results[1][:3], strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
+    tiny.assert_same_gradients(results[0][3], results[1][3], 1e-4)
+    assert model.replays._replayed
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    is_fast = True
+
+    def __call__(self, texts, **kwargs):
+        ids = [[5 + ord(letter) % 60 for letter in text] for text in texts]
+        offsets = [[(i, i + 1) for i in range(len(text))] for text in texts]
+        return {"input_ids": ids, "offset_mapping": offsets}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"output": "tokens", "overlap": 4}, {"pooling": "state"}, {"use_state": False}], ids=str
+)
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama"])
+def test_documents_are_encoded_as_without_recordings(name, settings, recordings, monkeypatch):
+    texts = ["recurrence " * n for n in (9, 3, 8, 9, 1, 6, 9, 9)]
+    plain, fast = both(name)
+    replayed, run = [], recording.Recording.__call__
+    monkeypatch.setattr(recording.Recording, "__call__", lambda *args: replayed.append(1) or run(*args))
+    found = [cf.encode(model, texts, Letters(), batch_size=3, **settings) for model in (plain, fast)]
+    for expected, out in zip(*found, strict=True):
+        if "output" in settings:
+            expected, out = expected.vectors, out.vectors
+        assert_close(torch.from_numpy(out), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
+    assert recordings
+    assert len(replayed) > 10
+
+
+def test_of_ragged_documents_only_the_largest_windows_are_compiled_at_once(recordings, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(replay, "RECORD_AFTER", 100)
+    monkeypatch.setattr(replay, "compiled", lambda model: compiled.append(1) or contextlib.nullcontext())
+    plain, fast = answers("bert", training=True, keep_windows=0)
+    fast.fast_path = "compiled"
+    for seed, length in enumerate((31, 33, 35, 36)):
+        mask = (torch.arange(45) < torch.tensor([45, 38, length])[:, None]).long()
+        (expected, slow), (out, quick) = learn(plain, seed, mask), learn(fast, seed, mask)
+        assert_same_answers(out, expected)
+        tiny.assert_same_gradients(slow, quick)
+    made = [one.work for some in fast.replays._recordings.values() for one in some]
+    assert len(compiled) == len(made)
+    assert {work.ids.shape for work in made} == {(3, 14)}
+    assert fast.replays._replayed > 16
+
+
 # --- writing token by token ---------------------------------------------------------------------------------------
 
 
@@ -627,3 +932,61 @@ def test_generation_on_a_gpu(name, fields):
     assert slow.past_key_values._recorded is None
     assert_close(torch.stack(fast.logits), torch.stack(slow.logits), rtol=1e-4, atol=1e-4)
     assert fast.sequences.equal(slow.sequences)
+
+
+@GPU
+@pytest.mark.parametrize("path", ["auto", "compiled"])
+@pytest.mark.parametrize("fields", [{"keep_windows": 0}, {"keep_windows": 2}, {"keep_windows": "auto"},
+                                    {"slots": 0, "kept": 3, "sinks": 1, "window": 16}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert"])
+def test_answering_on_a_gpu(name, fields, path, monkeypatch):
+    """Windows are recorded in the forward call and, where they are run again, in the backward one."""
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    plain, fast = (model.cuda() for model in answers(name, training=True, **fields))
+    fast.fast_path = path
+    for seed in range(4):
+        (expected, slow), (out, quick) = (learn(model, seed, device="cuda") for model in (plain, fast))
+        assert_same_answers(out, expected, 1e-4)
+        tiny.assert_same_gradients(slow, quick, 1e-4)
+    first, second = asked(fast, 1, device="cuda"), asked(fast, 2, device="cuda")
+    (first.loss + second.loss).backward()
+    quick = tiny.gradients(fast)
+    (asked(plain, 1, device="cuda").loss + asked(plain, 2, device="cuda").loss).backward()
+    tiny.assert_same_gradients(tiny.gradients(plain), quick, 1e-4)
+    assert fast.fast_path == path, "a recording failed"
+    assert fast.replays._replayed > 8
+
+
+@GPU
+def test_answering_under_autocast_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    plain, fast = (model.cuda() for model in answers("bert", keep_windows=2))
+    for seed in range(4):
+        found = []
+        for model in (plain, fast):
+            with torch.autocast("cuda", torch.bfloat16):
+                out = asked(model, seed, device="cuda")
+            out.loss.backward()
+            found.append((out.loss, tiny.gradients(model)))
+        assert_close(found[0][0], found[1][0], rtol=2e-2, atol=2e-2)
+        tiny.assert_same_gradients(found[0][1], found[1][1], 2e-2)
+    assert fast.fast_path == "auto", "a recording failed"
+    assert fast.replays._replayed
+
+
+@GPU
+@pytest.mark.parametrize("path", ["auto", "compiled"])
+@pytest.mark.parametrize("settings", [{}, {"pooling": "state"}, {"output": "tokens", "overlap": 4}], ids=str)
+@pytest.mark.parametrize("name", ["bert", "modernbert", "gpt2"])
+def test_encoding_on_a_gpu(name, settings, path, monkeypatch):
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    texts = ["recurrence " * n for n in (9, 3, 8, 9, 1, 6, 9, 9)]
+    plain, fast = (embedding.headless(model.cuda()) for model in both(name))
+    fast.fast_path = path
+    found = [cf.encode(model, texts, Letters(), batch_size=3, **settings) for model in (plain, fast)]
+    for expected, out in zip(*found, strict=True):
+        if "output" in settings:
+            expected, out = expected.vectors, out.vectors
+        assert_close(torch.from_numpy(out), torch.from_numpy(expected), rtol=1e-3, atol=1e-4)
+    assert fast.fast_path == path, "a recording failed"
+    assert fast.replays._replayed > 10

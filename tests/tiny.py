@@ -61,6 +61,9 @@ CONFIGS = {
 CAUSAL = ["gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi"]
 ENCODERS = [name for name in CONFIGS if name not in CAUSAL]
 
+QUESTIONS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+FRAME = {"prefix": (2,), "separator": (3, 3), "suffix": (3,)}  # of a question and a document
+
 HEADS_OF = {
     "causal": hf.AutoModelForCausalLM,
     "masked": hf.AutoModelForMaskedLM,
@@ -97,6 +100,18 @@ def recurrent(name: str, head: str | None = None, seed: int = 0, settings: dict 
         for parameter in model.recurrence.parameters():
             parameter.normal_(std=0.6)
     return model
+
+
+def answering(name: str, **fields):
+    """A tiny recurrent model that answers questions, as loud."""
+    torch.manual_seed(0)
+    settings = {"window": 14, "hidden_sizes": (16,), **FRAME, **fields}
+    model = cf.add_recurrence(base(name, "none"), head="question-answering", **settings)
+    assert isinstance(model, cf.RecurrentForQuestionAnswering)
+    with torch.no_grad():
+        for weight in (*model.recurrence.parameters(), *model.kinds.parameters()):
+            weight.normal_(std=0.5, generator=torch.Generator().manual_seed(1))
+    return model.eval()
 
 
 def documents(batch: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -131,7 +131,7 @@ def headless(model: PreTrainedModel) -> RecurrentModel:
         raise ValueError(f"model is a {type(model).__name__}: make it recurrent with add_recurrence first.")
     with torch.device("meta"):  # the recurrence made here is thrown away: it should draw no random numbers
         reader = RecurrentModel(model.config, base=model._body)
-    reader.recurrence = model.recurrence
+    reader.recurrence, reader.fast_path = model.recurrence, model.fast_path
     return reader
 
 

@@ -16,9 +16,39 @@ from transformers.utils import can_return_tuple
 from . import bptt, checks, losses
 from .generation import Generation
 from .modeling import RecurrentOutput, RecurrentPreTrainedModel
+from .program import Emit
 from .reading import Cell, Reading
 from .state import State
 from .window_cache import WindowCache, check_cache
+
+
+class Kept:
+    """Which positions' outputs a call gives out, if any, and where they go.
+
+    Attributes:
+        first: the first such position of each cell, by its id; the last one there is where nothing is given out, since
+            outputs have a shape.
+        where: the index of each in the call's outputs [B * width], on the CPU.
+    """
+
+    def __init__(self, reading: Reading, columns: Tensor | None, width: int):
+        cells = reading.cells if reading.outputs else []
+        place = reading.place(columns) if cells else torch.empty(0)
+        found = [reading.kept(cell, place, width) for cell in cells]
+        pairs = [(id(cell), positions) for cell, (_, positions, _) in zip(cells, found, strict=True)]
+        last = {id(cell): cell.width - 1 for cell in cells}
+        self.first = {i: int(positions.min()) if len(positions) else last[i] for i, positions in pairs}
+        self.where = torch.cat([torch.empty(0, dtype=torch.long), *(where for _, _, where in found)])
+        # on the device before the first window: nothing there waits for the host then
+        chosen = [torch.stack([rows, positions]) for rows, positions, _ in found]
+        together = reading.index(torch.cat(chosen, dim=1)) if chosen else torch.empty(2, 0)
+        parts = together.split([len(positions) for _, positions in pairs], dim=1)
+        self._chosen = {i: part for (i, _), part in zip(pairs, parts, strict=False)}
+
+    def of(self, cell: Cell, outputs: Tensor, start: int = 0) -> Tensor:
+        """Those of a cell's outputs [b, n - start, ...] that are given out."""
+        rows, positions = self._chosen[id(cell)].to(outputs.device)
+        return outputs[rows, positions - start if start else positions]
 
 
 class _TokenModel(RecurrentPreTrainedModel):
@@ -26,6 +56,9 @@ class _TokenModel(RecurrentPreTrainedModel):
 
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         raise NotImplementedError
+
+    def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
+        return (self._outputs(inputs, start, inputs["input_ids"].shape[1]),)
 
     def _nll_sum(self, inputs: dict[str, Any], targets: Tensor, start: int) -> Tensor:
         return losses.nll_sum(self._outputs(inputs, start, inputs["input_ids"].shape[1]), targets)
@@ -42,24 +75,24 @@ class _TokenModel(RecurrentPreTrainedModel):
         Args:
             columns, width: where outputs go, as `Reading.place` takes it.
         """
-        kept = {}
-        if reading.outputs:
-            place = reading.place(columns)
-            kept = {id(cell): reading.kept(cell, place, width) for cell in reading.cells}
+        kept = Kept(reading, columns, width)
 
-        def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
-            rows, positions, _ = kept[id(cell)]
-            if reading.labels is not None:
-                start, targets = reading.scored(cell)
-            else:  # only what is given out counts, and at least one position for its shape
-                start = int(positions.min()) if len(positions) else cell.width - 1
-            scores = self._outputs(inputs, start, cell.width)
-            given = scores[rows.to(scores.device), positions.to(scores.device) - start]
-            return (given,) if reading.labels is None else (losses.nll_sum(scores, targets), given)
+        def start(cell: Cell) -> int:
+            if self._small:
+                return 0
+            return reading.scored(cell)[0] if reading.labels is not None else kept.first[id(cell)]
+
+        def emit(cell: Cell, scores: Tensor) -> bptt.Emission:
+            begin = start(cell)
+            given = kept.of(cell, scores, begin)
+            if reading.labels is None:
+                return (given,)
+            first, targets = reading.scored(cell)
+            return losses.nll_sum(scores[:, first - begin :], targets), given
 
         # before the windows: afterwards their gradients take the room
         n_scored = None if reading.labels is None else reading.count_scored()
-        emissions, carried = self._unroll(reading, emit if reading.outputs else None)
+        emissions, carried = self._unroll(reading, Emit(emit, start) if reading.outputs else None)
         fields: dict[str, Any] = {"state": reading.state(*self._parts(carried))}
         if not reading.causal:
             fields["emitted"] = torch.tensor(reading.emitted())
@@ -67,17 +100,17 @@ class _TokenModel(RecurrentPreTrainedModel):
             nll_sum = sum((emitted[0] for emitted in emissions), torch.zeros((), device=carried.device))
             items = n_scored.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             fields |= {"loss": nll_sum / items, "nll_sum": nll_sum, "n_scored": n_scored}
-        if not kept:
+        if not reading.outputs or not emissions:
             return None, fields
-        where = torch.cat([kept[id(cell)][2] for cell in reading.cells])
         values = torch.cat([emitted[-1] for emitted in emissions])
-        return spread(values, where, len(reading.read), width), fields
+        return spread(values, reading.index(kept.where), len(reading.read), width), fields
 
 
 class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transformers looks for the last by name
     """A causal language model that reads documents of any length, window by window, carrying a state."""
 
     auto_class = "AutoModelForCausalLM"
+    _small = False
 
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs, logits_to_keep=width - start).logits
@@ -237,6 +270,7 @@ class RecurrentForMaskedLM(_LabelledEncoder):
     """A masked language model that reads documents of any length."""
 
     auto_class = "AutoModelForMaskedLM"
+    _small = False
 
 
 class RecurrentForTokenClassification(_LabelledEncoder):
@@ -257,6 +291,9 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
 
     auto_class = "AutoModelForSequenceClassification"
     accepts_loss_kwargs = False  # one label a document: `Trainer` may average by itself
+
+    def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
+        return (self._body(**inputs).last_hidden_state[:, 0].clone(),)  # a view would keep the whole window's
 
     @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
@@ -289,10 +326,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
         )
 
-        def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
-            return (self._body(**inputs).last_hidden_state[:, 0].clone(),)  # a view would keep the whole window's
-
-        emissions, carried = self._unroll(reading, emit)
+        emissions, carried = self._unroll(reading, Emit(lambda cell, first: (first,)))
         summary = summarise(reading, [first for (first,) in emissions])
         logits = loss = None
         if final:

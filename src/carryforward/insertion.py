@@ -79,16 +79,17 @@ class Architecture:
         types = getattr(config, "layer_types", None) or ["sliding_attention"]
         return (getattr(config, "sliding_window", None) or None) if "sliding_attention" in types else None
 
-    def turned(self, body: Any, keys: Tensor, by: int, window: int) -> Tensor:
-        """Rotary keys [B, L, heads, n, d] of all layers, `by` positions further back."""
+    def turned(self, body: Any, keys: Tensor, by: int | Tensor, window: int) -> Tensor:
+        """Rotary keys [B, L, heads, n, d] of all layers, `by` positions further back, or each row so many, [B, 1]."""
         config, found = body.config, {}
         kinds = config.layer_types if self.rotary_by_type else [None] * keys.shape[1]
         # none; so many back; and as far as a window reaches, since some models rotate longer texts otherwise
-        positions = torch.stack([torch.full((), at, device=keys.device) for at in (0, -by, window - 1)])[None]
+        back = torch.full((1, 1), by, device=keys.device) if isinstance(by, int) else by.to(keys.device)
+        positions = torch.cat([torch.zeros_like(back), -back, torch.full_like(back, window - 1)], dim=1)
         for kind in set(kinds):
             cos, sin = body.rotary_emb(keys.float(), positions, *([kind] if self.rotary_by_type else []))
-            found[kind] = cos[0, 1] / cos[0, 0], sin[0, 1] / cos[0, 0]  # some models scale them
-        cos, sin = (torch.stack([found[kind][i] for kind in kinds])[:, None, None] for i in (0, 1))
+            found[kind] = cos[:, 1] / cos[:, 0], sin[:, 1] / cos[:, 0]  # some models scale them
+        cos, sin = (torch.stack([found[kind][i] for kind in kinds], dim=1)[:, :, None, None] for i in (0, 1))
         turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
         half = turned.shape[-1] // 2
         swapped = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)

@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from .configuration import RecurrenceConfig
 
-# Turns keys [B, L, heads, n, d], so that they stand so many positions further back.
-Turn = Callable[[Tensor, int], Tensor]
+# Turns keys [B, L, heads, n, d], so that they stand so many positions further back, or each row so many, [B, 1].
+Turn = Callable[[Tensor, int | Tensor], Tensor]
 
 
 class Keeping(nn.Module):
@@ -59,26 +59,33 @@ class Keeping(nn.Module):
         return torch.where(positions < leads, positions, positions + self.seen)
 
     def forward(
-        self, noted: Sequence[tuple[Tensor, Tensor]], before: Tensor | None, start: int, following: int, turn: Turn
+        self,
+        noted: Sequence[tuple[Tensor, Tensor]],
+        before: Tensor | None,
+        start: int | Tensor,
+        following: int,
+        turn: Turn,
     ) -> Tensor:
         """What a window passes on, [B, L, 2, heads, S, d].
 
         Args:
             noted: the keys and values of layers 1 to L, each [B, heads, T, d].
             before: what was passed on to the window, if anything was.
-            start: the first position of the document's in the window.
+            start: the first position of the document's in the window, or each row's, [B, 1]. The window then has room
+                for all that is kept.
             following: the position at which the next window starts.
         """
         # how far behind its positions the window stands
         behind = 0 if before is None and self.places is not None else self.seen
 
-        def part(begin: int, stop: int, to: int) -> Tensor:
+        def part(begin: int | Tensor, count: int, to: int | Tensor) -> Tensor:
             # all in one go: what is kept is much, and every pass over it costs
-            both = torch.stack([x[:, :, begin:stop].to(self.like.device) for pair in noted for x in pair], dim=1)
+            both = torch.stack([_some(x, begin, count).to(self.like.device) for pair in noted for x in pair], dim=1)
             return self._moved(both.unflatten(1, (-1, 2)), begin + behind, to, turn)
 
-        begin = max(following - self.newest, start)
-        newest = part(begin, following, start + self.seen - (following - begin))
+        begin = following - self.newest
+        begin = max(begin, start) if isinstance(start, int) else begin
+        newest = part(begin, following - begin, start + self.seen - (following - begin))
         missing = self.newest - newest.shape[-2]  # of a document that ends: nothing follows, nothing sees it
         if missing:
             newest = pad(newest, (0, 0, missing, 0))
@@ -87,15 +94,25 @@ class Keeping(nn.Module):
         if before is not None:
             first = before[..., : self.sinks, :]
         else:
-            first = part(start, min(start + self.sinks, following), start)
+            first = part(start, min(self.sinks, following - start) if isinstance(start, int) else self.sinks, start)
             first = pad(first, (0, 0, 0, self.sinks - first.shape[-2]))
         return torch.cat([first, newest], dim=-2)
 
-    def _moved(self, pairs: Tensor, standing: int, to: int, turn: Turn) -> Tensor:
+    def _moved(self, pairs: Tensor, standing: int | Tensor, to: int | Tensor, turn: Turn) -> Tensor:
         """Keys and values [B, L, 2, heads, n, d], from where the first of them stands to another position."""
         if self.places is None:
             keys, values = pairs.to(self.like.dtype).unbind(2)
             return torch.stack([turn(keys, standing - to), values], dim=2)
-        count = pairs.shape[-2]
-        there, here = (self.places[..., at : at + count, :] for at in (to, standing))
+        there, here = (_some(self.places, at, pairs.shape[-2]) for at in (to, standing))
         return (pairs + (there - here)).to(self.like.dtype)
+
+
+def _some(x: Tensor, begin: int | Tensor, count: int) -> Tensor:
+    """So many positions of [..., T, d]; with a beginning for each row, [B, 1], those of each row of [B, heads, T, d],
+    or, for each row, of `places`."""
+    if isinstance(begin, int):
+        return x[..., begin : begin + count, :]
+    index = begin.to(x.device) + torch.arange(count, device=x.device)  # [B, count]
+    if x.ndim > 4:
+        return x[..., index, :].movedim(-3, 0)
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

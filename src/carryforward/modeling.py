@@ -27,7 +27,6 @@ from .recurrence import Recurrence
 from .replay import FastPath, Replays
 from .state import State
 from .window_cache import WindowCache
-from .windows import Span
 
 logger = logging.get_logger(__name__)
 
@@ -78,6 +77,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # `num_items_in_batch` is honoured
     auto_class: ClassVar[str] = "AutoModel"  # by name: its import is what `registration` waits for
+    _small: ClassVar[bool] = True  # what a window gives out: it can be recorded, and is then had from position 0 on
     _supports_sdpa = True
     _no_split_modules = ["Recurrence"]
 
@@ -121,7 +121,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         carried, kept = table.tensor_split([math.prod(shape)], dim=1)
         return carried.reshape(len(table), *shape), None if kept_shape is None else kept.unflatten(1, kept_shape)
 
-    def _turn(self, keys: Tensor, back: int) -> Tensor:
+    def _turn(self, keys: Tensor, back: int | Tensor) -> Tensor:
         return self.config.architecture.turned(self._body, keys, back, self.config.recurrence.window)
 
     # --- reading -----------------------------------------------------------------------------------------------
@@ -169,48 +169,49 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         checks.classes(labels, self._num_classes)
         return reading
 
-    def _inputs(
-        self, ids: Tensor, mask: Tensor | None, state: Tensor | None, passes_on: bool, leads: Tensor | None = None
-    ) -> tuple[insertion.Carry, dict]:
-        """What the base model is called with for one window.
-
-        Args:
-            state: all its numbers, [b, m].
-            passes_on: a state will be made of the window.
-            leads: how many positions of each row are its prefix, [b, 1]; by default as many as the config has.
-        """
-        carry, keeping = insertion.Carry(), self.recurrence.keeping
+    def _inputs(self, work: Work) -> tuple[insertion.Carry, dict]:
+        """What the base model is called with for one window."""
+        carry, keeping, ids = insertion.Carry(), self.recurrence.keeping, work.ids
         if keeping is not None:
             doors.open_doors(self._body.config)
-            carry.noting = passes_on
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "carry": carry, "return_dict": True}
-        if state is not None:
-            carried, carry.before = self._parts(state)
+            carry.noting = bool(work.pooled)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": work.mask, "carry": carry, "return_dict": True}
+        if work.types is not None:
+            inputs["token_type_ids"] = work.types
+        if work.carried is not None:
+            carried, carry.before = self._parts(work.carried)
             carry.slots = self._slots(carried)
             if keeping is not None and carry.before is not None:
                 carry.earlier = keeping.entering(carry.before)
                 if keeping.places is not None:
-                    prefix: Tensor | int = len(self.config.recurrence.prefix) if leads is None else leads
+                    prefix = len(self.config.recurrence.prefix) if work.leads is None else work.leads
                     positions = keeping.standing(torch.arange(ids.shape[1], device=ids.device)[None], prefix)
                     inputs["position_ids"] = self.config.architecture.position_ids(self._body.config, positions)
         if self.config.architecture.causal:
             inputs["use_cache"] = False
         return carry, inputs
 
-    def _states(self, carry: insertion.Carry, pooled: tuple[Span, ...]) -> tuple[Tensor, ...]:
+    def _states(self, carry: insertion.Carry, work: Work) -> tuple[Tensor, ...]:
         """The states that a window passes on, one for each range of positions, [b, m]."""
         outputs, noted = carry.take_outputs(), carry.take_noted()
-        return tuple(self.recurrence(outputs, span, noted, carry.before, self._turn) for span in pooled)
+        rest = noted, carry.before, self._turn, work.leads
+        return tuple(self.recurrence(outputs, span, *rest) for span in work.pooled)
 
     def _window(self, work: Work) -> Result:
-        """One window's loss and states: all that training runs on a device, and no decision that depends on data."""
-        carry, inputs = self._inputs(work.ids, work.mask, work.carried, passes_on=bool(work.pooled))
-        nll = None
-        if work.targets is None:
-            self._body(**inputs)
+        """One window's loss or outputs, and states: all that runs on a device, and no decision that depends on data."""
+        carry, inputs = self._inputs(work)
+        given: tuple[Tensor, ...] = ()
+        if work.targets is not None:
+            given = (self._nll_sum(inputs, work.targets, work.start),)
+        elif work.outputs:
+            given = self._given(inputs, work.start)
         else:
-            nll = self._nll_sum(inputs, work.targets, work.start)
-        return nll, self._states(carry, work.pooled)
+            self._body(**inputs)
+        return given, self._states(carry, work)
+
+    def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
+        """What the head's output is made of, as `recording.Result` has it; positions count from `start` on."""
+        raise NotImplementedError
 
     def _nll_sum(self, inputs: dict[str, Any], targets: Tensor, start: int) -> Tensor:
         """The summed loss of a window's positions from `start` on."""
@@ -219,16 +220,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def _unroll(self, reading: Reading, emit: Emit | None = None) -> tuple[list[bptt.Emission], Tensor]:
         """Run the windows: what they emit (without `emit`, the summed loss), and the state after them, [B, m]."""
         recurrence = self.config.recurrence
-        modules = list(self.modules())
-        weights = list(
-            {weight: None for module in modules for weight in module._parameters.values() if weight is not None}
-        )
+        modules, weights = self._modules_and_weights()
         parameters = [parameter for parameter in weights if parameter.requires_grad]
         sharded = self._is_sharded(modules)
         keep_graph = torch.is_grad_enabled() and (recurrence.keep_graph or sharded or bptt.hooked(parameters))
         self._sharded = sharded
-        recordable = emit is None and not sharded and not keep_graph
-        replays = self.replays.begin(self, modules, weights) if recordable else None
+        recordable = (emit is None or self._small) and not sharded and not keep_graph
+        replays = self.replays.begin(self, modules, weights, lasting=emit is not None) if recordable else None
         training = any(module.training for module in modules)
         program = Program(self, reading, emit, replays, (training, len(parameters)))
         if sharded and emit is None:
@@ -269,11 +267,18 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             input_ids, attention_mask, None, state,
             overlap=overlap, use_state=use_state, outputs=final, final=final, closing=final,
         )  # fmt: skip
-        program = Program(self, reading, lambda cell, inputs: ())
+        modules, weights = self._modules_and_weights()
+        replays = None if self._is_sharded(modules) else self.replays.begin(self, modules, weights)
+        program = Program(self, reading, None, replays)
         table = self._table(reading.before)
         for cell in reading.cells:
             _, table = program.advance(cell, table, head=False)
         return reading.state(*self._parts(table))
+
+    def _modules_and_weights(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
+        modules = list(self.modules())
+        found = {weight: None for module in modules for weight in module._parameters.values() if weight is not None}
+        return modules, list(found)
 
     def _is_sharded(self, modules: Sequence[nn.Module]) -> bool:
         """Whether FSDP gathers weights window by window. Gradients must then reach it through the plain graph, and all

@@ -2,6 +2,7 @@
 """The windows of one call of a model, as `bptt` unrolls them: which rows run together, and where their states go."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,11 +10,21 @@ from torch import Tensor
 
 from . import bptt
 from .reading import Cell, Reading
-from .recording import Work
+from .recording import Result, Work
 from .replay import Call
 
-# Runs the base model on a cell's inputs and gives what the cell emits.
-Emit = Callable[[Cell, dict[str, Any]], bptt.Emission]
+
+@dataclass(frozen=True)
+class Emit:
+    """What windows give out, where that is not their loss.
+
+    Attributes:
+        of: makes it, from a cell and what the model gave for it (`_given`).
+        start: the first position of a cell from which on something is wanted.
+    """
+
+    of: Callable[..., bptt.Emission]
+    start: Callable[[Cell], int] = lambda cell: 0
 
 
 class Program(bptt.Program):
@@ -26,16 +37,19 @@ class Program(bptt.Program):
         emit: Emit | None,
         replays: Call | None = None,
         setting: tuple = (),
+        window: Callable[[Work], Result] | None = None,
     ):
         """
         Args:
             setting: what the memory of a window depends on beside its shape.
+            window: runs a window, where the model itself is not to.
         """
         self.model = model
         self.reading = reading
         self.emit = emit
         self.replays = replays
         self.setting = setting
+        self.window = window or model._window
         self.cells: list[Cell | None] = [*reading.cells]
         self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
 
@@ -50,7 +64,8 @@ class Program(bptt.Program):
             return ()
         weight = self.model.recurrence.weight
         autocast = torch.is_autocast_enabled(weight.device.type)
-        return len(cell.rows), cell.width, cell.has_state, self.emit is None, autocast, weight.dtype, *self.setting
+        settings = self.emit is None, autocast, weight.dtype, self.reading.masked(cell), *self.setting
+        return len(cell.rows), cell.width, cell.has_state, *settings
 
     def gathered(self) -> list[Tensor | None]:
         return [] if self.replays is None else self.replays.gathered()
@@ -69,21 +84,17 @@ class Program(bptt.Program):
             carried = table if everyone else table.index_select(0, reading.index(cell.rows))
             if any(cell.cut):
                 carried = torch.where(reading.index(cell.cut)[:, None], carried.detach(), carried)
-        ids, mask = reading.inputs(cell)
-        emitted: bptt.Emission = ()
-        if self.emit is None:
-            start, targets = reading.scored(cell) if head else (0, None)
-            work = Work(ids, mask, carried, targets, start, tuple(pooled), self.kind(cell))
-            nll, states = model._window(work) if self.replays is None else self.replays.run(work, table)
-            emitted = () if nll is None else (nll,)
-        else:
-            carry, inputs = model._inputs(ids, mask, carried, bool(pooled), reading.leads(cell))
-            inputs |= reading.token_types(cell, ids)
-            if head:
-                emitted = self.emit(cell, inputs)
-            else:
-                model._body(**inputs)
-            states = model._states(carry, tuple(pooled))
+        start, targets = 0, None
+        if head:
+            start, targets = reading.scored(cell) if self.emit is None else (self.emit.start(cell), None)
+        outputs = head and self.emit is not None
+        work = Work(
+            *reading.inputs(cell), *reading.fronts(cell), carried, targets, start, outputs, tuple(pooled),
+            self.kind(cell),
+        )  # fmt: skip
+        emitted, states = self.window(work) if self.replays is None else self.replays.run(work, table)
+        if self.emit is not None and head:
+            emitted = self.emit.of(cell, *emitted)
         for new, done in zip(states, pooled.values(), strict=True):
             if len(done) < len(table):
                 rows = reading.index([cell.rows[i] for i in done])

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, can_return_tuple
 
-from . import bptt
 from .configuration import RecurrentModelConfig
-from .heads import spread, summarise
+from .heads import Kept, spread, summarise
 from .modeling import RecurrentPreTrainedModel
-from .reading import IGNORE, Cell
+from .program import Emit
+from .reading import IGNORE
 
 KINDS = ("span", "yes", "no", "none")  # of answers
 _SPAN_AT_FIRST = 4.0  # a head that was trained on spans alone is to give spans
@@ -55,6 +55,12 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         with torch.no_grad():
             self.kinds.bias.copy_(torch.tensor([_SPAN_AT_FIRST, 0.0, 0.0, 0.0]))
         self.kinds._is_hf_initialized = True  # type: ignore[assignment]
+
+    def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
+        """Scores for starts and ends [b, n, 2], and the first token's vector [b, k]."""
+        hidden = self._body(**inputs).last_hidden_state
+        scores = self.config.architecture.answer(self.base, hidden)  # type: ignore[misc]
+        return scores, hidden[:, 0].clone()  # a view would keep every window's states until the last is read
 
     def prefixes(self, question_ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None = None) -> list[list[int]]:
         """What stands in front of every window: special tokens, the row's question, the separator."""
@@ -100,31 +106,17 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             input_ids, attention_mask, None, None, overlap=overlap, use_state=use_state, outputs=True, final=True,
             prefixes=self.prefixes(question_ids, question_mask),
         )  # fmt: skip
-        place = reading.place(torch.arange(reading.width))
-        kept = [reading.kept(cell, place, reading.width) for cell in reading.cells]
-        where = torch.cat([destinations for _, _, destinations in kept])
-        # on the device before the first window: nothing there waits for the host then
-        chosen = {
-            id(cell): (reading.index(rows), reading.index(positions))
-            for cell, (rows, positions, _) in zip(reading.cells, kept, strict=True)
-        }
+        kept = Kept(reading, torch.arange(reading.width), reading.width)
         wanted = None
         if start_positions is not None or answer_kinds is not None:
             real = torch.zeros(len(input_ids) * reading.width, dtype=torch.bool)
-            real[where] = True
+            real[kept.where] = True
             named = {"start_positions": start_positions, "end_positions": end_positions}
             wanted = [_checked(name, given, real.view(len(input_ids), -1)) for name, given in named.items()]
 
-        def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
-            rows, positions = chosen[id(cell)]
-            hidden = self._body(**inputs).last_hidden_state
-            scores = self.config.architecture.answer(self.base, hidden)  # type: ignore[misc]
-            first = hidden[:, 0].clone()  # a view would keep every window's states until the last is read
-            return scores[rows.to(scores.device), positions.to(scores.device)], first
-
-        emissions, _ = self._unroll(reading, emit)
+        emissions, _ = self._unroll(reading, Emit(lambda cell, scores, first: (kept.of(cell, scores), first)))
         scores = torch.cat([emitted[0] for emitted in emissions]).float()
-        logits = spread(scores, reading.index(where), len(input_ids), reading.width, -torch.inf)
+        logits = spread(scores, reading.index(kept.where), len(input_ids), reading.width, -torch.inf)
         summary = summarise(reading, [emitted[1] for emitted in emissions])
         assert summary is not None, "every document has a window"
         kind_logits = self.kinds(summary.to(self.kinds.weight.dtype)).float()

@@ -89,9 +89,12 @@ class Reading:
         recurrence = config.recurrence
         self.prefixes = [recurrence.prefix] * len(input_ids) if prefixes is None else [tuple(one) for one in prefixes]
         self.suffix = recurrence.suffix
-        self.typed = prefixes is not None and getattr(config.base_config, "type_vocab_size", 0) > 1
+        self.own = prefixes is not None
+        self.typed = self.own and getattr(config.base_config, "type_vocab_size", 0) > 1
         self.rooms = [recurrence.window - len(prefix) - len(self.suffix) for prefix in self.prefixes]
         self.before = state
+        self._sent: dict[int, Sequence[Tensor]] = {}
+        self._front: Tensor | None = None
         self.read: list[int] = state.read.tolist()
         self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
         self._pack(input_ids, attention_mask, labels)
@@ -191,38 +194,60 @@ class Reading:
         if self.causal and begin is not None:
             return self.tokens[:, begin : begin + cell.width], None
         columns, in_stretch = self._columns(cell)
-        ids = self.tokens[self.index(cell.rows)[:, None], columns]
+        rows, _, leads, lengths = self._numbers(cell)
+        ids = self.tokens[rows, columns]
         if self.causal:
             return torch.where(in_stretch, ids, ids[:, :1]), None  # any real token will do: nothing looks at it
         position = torch.arange(cell.width, device=ids.device)
-        leads = self.leads(cell)
-        past = position - leads - self._lengths(cell)  # 0 at the first position behind the stretch
+        past = position - leads - lengths  # 0 at the first position behind the stretch
         filler = getattr(self.config.base_config, "pad_token_id", None) or 0
         ids = torch.where(in_stretch, ids, filler)
-        longest = max(len(self.prefixes[row]) for row in cell.rows)
+        longest = min(max(map(len, self.prefixes)), cell.width)
         if longest:
-            front = self.index([(*self.prefixes[row], *[filler] * longest)[:longest] for row in cell.rows])
+            front = self._fronts(filler)[rows[:, 0], :longest]
             ids[:, :longest] = torch.where(position[:longest] < leads, front, ids[:, :longest])
         for i, token in enumerate(self.suffix):
             ids = torch.where(past == i, token, ids)
-        ends = {len(self.prefixes[row]) + w.end - w.start for row, w in zip(cell.rows, cell.windows, strict=True)}
-        return ids, (past < len(self.suffix)).long() if len(ends) > 1 else None
+        return ids, (past < len(self.suffix)).long() if self.masked(cell) else None
 
-    def leads(self, cell: Cell) -> Tensor:
-        """How many positions of each row are its prefix, [b, 1]."""
-        return self.index([len(self.prefixes[row]) for row in cell.rows])[:, None]
+    def masked(self, cell: Cell) -> bool:
+        """Whether windows of different lengths stand side by side, where every position sees all others."""
+        pairs = zip(cell.rows, cell.windows, strict=True)
+        return not self.causal and len({len(self.prefixes[row]) + w.end - w.start for row, w in pairs}) > 1
 
-    def token_types(self, cell: Cell, ids: Tensor) -> dict[str, Tensor]:
-        """Token types, if these rows have any: 0 in a row's prefix, 1 behind it."""
-        if not self.typed:
-            return {}
-        return {"token_type_ids": (torch.arange(cell.width, device=ids.device) >= self.leads(cell)).long()}
+    def _numbers(self, cell: Cell) -> Sequence[Tensor]:
+        """Of each window the row, the first packed column, the length of its prefix and of its stretch, each [b, 1].
+        Those of all cells are sent to the device at once: what is sent takes longer to send than to use."""
+        if not self._sent:
+            numbers = [
+                (row, window.start - self.first[row], len(self.prefixes[row]), window.end - window.start)
+                for one in self.cells
+                for row, window in zip(one.rows, one.windows, strict=True)
+            ]
+            parts = self.index(numbers).split([len(one.rows) for one in self.cells])
+            self._sent = {id(one): part.split(1, dim=1) for one, part in zip(self.cells, parts, strict=True)}
+        return self._sent[id(cell)]
+
+    def _fronts(self, filler: int) -> Tensor:
+        """Every row's prefix, filled up to the longest."""
+        if self._front is None:
+            longest = max(map(len, self.prefixes))
+            self._front = self.index([(*prefix, *[filler] * longest)[:longest] for prefix in self.prefixes])
+        return self._front
+
+    def fronts(self, cell: Cell) -> tuple[Tensor | None, Tensor | None]:
+        """Where rows have prefixes of their own: how long these are, [b, 1], and the token types [b, width], if the
+        model knows several: 0 in a row's prefix, 1 behind it."""
+        if not self.own:
+            return None, None
+        leads = self._numbers(cell)[2]
+        return leads, (torch.arange(cell.width, device=leads.device) >= leads).long() if self.typed else None
 
     def targets(self, cell: Cell) -> Tensor:
         """For each position the label it is scored on, or -100, [b, width]."""
         assert self.labels is not None
         columns, _ = self._columns(cell, ahead=int(self.causal))
-        labels = self.labels[self.index(cell.rows)[:, None], columns]
+        labels = self.labels[self._numbers(cell)[0], columns]
         position = torch.arange(cell.width, device=labels.device)
         spans = self.index(self._spans(cell))
         scored = (position >= spans[:, :1]) & (position < spans[:, 1:])
@@ -260,39 +285,37 @@ class Reading:
         Returns:
             row in the cell and position of each output, and its index in the call's outputs [B * width].
         """
-        rows, positions, destinations = [], [], []
-        for i, (row, window, span) in enumerate(zip(cell.rows, cell.windows, self._spans(cell), strict=True)):
-            position = torch.arange(*span)
-            column = place[row, position - len(self.prefixes[row]) + window.start - self.first[row]]
-            position, column = position[column >= 0], column[column >= 0]
-            rows.append(torch.full_like(position, i))
-            positions.append(position)
-            destinations.append(column + row * width)
-        return torch.cat(rows), torch.cat(positions), torch.cat(destinations)
+        pairs = zip(cell.rows, cell.windows, strict=True)
+        packed = [window.start - self.first[row] - len(self.prefixes[row]) for row, window in pairs]
+        spans = torch.tensor(self._spans(cell))
+        position, row = torch.arange(cell.width), torch.tensor(cell.rows)[:, None]
+        column = (position + torch.tensor(packed)[:, None]).clamp(0, place.shape[1] - 1)
+        column = place[row, column]
+        given = (position >= spans[:, :1]) & (position < spans[:, 1:]) & (column >= 0)
+        rows, positions = given.nonzero(as_tuple=True)
+        return rows, positions, (column + row * width)[given]
 
     def pooled(self, cell: Cell) -> dict[Span, list[int]]:
         """The positions of finished windows that are pooled, each range with its rows in the cell: neither prefix nor
         suffix, and such that the state runs as far ahead of the next window, if there is one, as it did in training,
-        where the overlap may have been another (footnote 3)."""
+        where the overlap may have been another (footnote 3). Rows with prefixes of their own share a range: full
+        windows end at the same position."""
         found: dict[Span, list[int]] = {}
         for i, (row, window) in enumerate(zip(cell.rows, cell.windows, strict=True)):
             if cell.finished[i]:
                 start, closes = len(self.prefixes[row]), self._closes(row, window)
                 end = start + window.end - window.start
                 stop = end if closes else end + min(self.config.recurrence.overlap - self.overlap, 0)
-                found.setdefault(Span(start, stop, end if closes else end - self.overlap), []).append(i)
+                begin = None if self.own and not closes else start
+                found.setdefault(Span(begin, stop, end if closes else end - self.overlap), []).append(i)
         return found
 
     def _columns(self, cell: Cell, ahead: int = 0) -> tuple[Tensor, Tensor]:
         """The packed column at each position, and whether the position belongs to the stretch at all."""
-        position = torch.arange(cell.width, device=self.tokens.device) - self.leads(cell)
-        rows = zip(cell.rows, cell.windows, strict=True)
-        starts = self.index([window.start - self.first[row] for row, window in rows])
-        columns = (starts[:, None] + position + ahead).clamp(0, self.tokens.shape[1] - 1)
-        return columns, (position >= 0) & (position < self._lengths(cell))
-
-    def _lengths(self, cell: Cell) -> Tensor:
-        return self.index([window.end - window.start for window in cell.windows])[:, None]
+        _, starts, leads, lengths = self._numbers(cell)
+        position = torch.arange(cell.width, device=self.tokens.device) - leads
+        columns = (starts + position + ahead).clamp(0, self.tokens.shape[1] - 1)
+        return columns, (position >= 0) & (position < lengths)
 
     def count_scored(self) -> Tensor:
         """The number of targets this call scores."""

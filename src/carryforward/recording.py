@@ -6,6 +6,7 @@ and which recording serves which window, is `replay`'s.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,26 +25,40 @@ AT_ONCE = 1 << 24  # numbers
 
 @dataclass(frozen=True)
 class Work:
-    """What a window computes: a loss, if there are targets, and states for the windows that follow.
+    """What a window computes: a loss, if there are targets, or what the model's head needs, if outputs are wanted, and
+    states for the windows that follow.
 
     Attributes:
         ids, mask: tokens [b, n] and, where an encoder needs one, the attention mask.
+        leads, types: where rows have prefixes of their own, how long these are, [b, 1], and the token types [b, n].
         carried: the state, all its numbers, [b, m], or None in a document's first window.
         targets: what positions from `start` on are scored on, [b, n - start].
+        outputs: what positions from `start` on give out is wanted.
         pooled: ranges of positions; a state is made of each.
         kind: which windows take as much memory as this one (`memory`).
     """
 
     ids: Tensor
-    mask: Tensor | None
-    carried: Tensor | None
-    targets: Tensor | None
-    start: int
-    pooled: tuple[Span, ...]
+    mask: Tensor | None = None
+    leads: Tensor | None = None
+    types: Tensor | None = None
+    carried: Tensor | None = None
+    targets: Tensor | None = None
+    start: int = 0
+    outputs: bool = False
+    pooled: tuple[Span, ...] = ()
     kind: Kind = ()
 
+    def copied(self) -> "Work":
+        """The same on tensors of its own."""
+        found: dict[str, Any] = {
+            name: value.detach().clone() for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **found)
 
-Result = tuple[Tensor | None, tuple[Tensor, ...]]  # the summed loss, and the states
+
+# The summed loss, or outputs: for all [], for rows [b, k], for positions [b, n, ...]; and the states.
+Result = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 class Gathering:
@@ -154,32 +169,50 @@ class _Windows(nn.Module):
         return lambda work: torch.func.functional_call(self, named, (work,))
 
 
+@dataclass(eq=False)
+class Hold:
+    """Goes with the graph that can be pulled through what a window left behind; or earlier.
+
+    Attributes:
+        lasting: other calls may come before that.
+    """
+
+    lasting: bool
+
+
 class Recording:
     """A window's work without gradients.
 
     Attributes:
-        busy: what it left behind is needed still.
+        hold: what it left behind is needed still, as long as this gives something.
         draws: it draws random numbers.
     """
 
     def __init__(self, model: Any, work: Work, gathering: Gathering):
-        self.busy, random = False, _random_state(work.ids.device)
+        self.hold: Callable[[], Hold | None] = _nothing
+        random = _random_state(work.ids.device)
         with torch.inference_mode(False):  # what is made in that mode could not be written to outside it
-            self.work = replace(
-                work, ids=work.ids.clone(), targets=None if work.targets is None else work.targets.clone(),
-                carried=None if work.carried is None else work.carried.detach().clone(),
-            )  # fmt: skip
+            self.work = work.copied()
             with uncached_autocast(work.ids.device):
                 self._make(model, gathering)
         self.draws = not torch.equal(random, _random_state(work.ids.device))
+
+    @property
+    def busy(self) -> bool:
+        return self.hold() is not None
+
+    def let_go(self) -> None:
+        """At the start of a call: one that was broken off needs nothing any longer."""
+        if (hold := self.hold()) is not None and not hold.lasting:
+            self.hold = _nothing
 
     def _make(self, model: Any, gathering: Gathering) -> None:
         window = _Windows(model).using(gathering.casts.now(self.work.ids.device))
         with torch.no_grad():
             warm_up(lambda: window(self.work))
-            (self.nll, self.states), self.replay = record(lambda: window(self.work), gathering.pool())
+            (self.given, self.states), self.replay = record(lambda: window(self.work), gathering.pool())
 
-    def __call__(self, work: Work, table: Tensor) -> Result:
+    def __call__(self, work: Work, table: Tensor, lasting: bool) -> Result:
         with torch.inference_mode(False), torch.no_grad():
             self._fill(work)
             self.replay()
@@ -188,7 +221,14 @@ class Recording:
     def _fill(self, work: Work) -> None:
         """Copy a window to where the recording reads it. What it does not fill is read, and counts for nothing."""
         rows, width = work.ids.shape
-        self.work.ids[:rows, :width].copy_(work.ids)
+        for name in ("ids", "leads", "types"):
+            place, given = getattr(self.work, name), getattr(work, name)
+            if place is not None:
+                place[:rows, : given.shape[1]].copy_(given)
+        if self.work.mask is not None:
+            hidden, shown = self.work.mask[:rows, width:], self.work.mask[:rows, :width]
+            hidden.zero_()
+            shown.fill_(1) if work.mask is None else shown.copy_(work.mask)
         if work.targets is not None and self.work.targets is not None:
             if work.targets.shape != self.work.targets.shape:
                 self.work.targets.fill_(IGNORE)
@@ -198,8 +238,10 @@ class Recording:
             self.work.carried[rows:].zero_()  # of an earlier batch, perhaps not finite: no gradient is 0 times that
 
     def _result(self, work: Work) -> Result:
+        rows, width = len(work.ids), work.ids.shape[1] - work.start
+        given = (x if x.ndim == 0 else x[:rows] if x.ndim == 2 else x[:rows, :width] for x in self.given)
         states = self.states if work.pooled else ()
-        return None if self.nll is None else self.nll.clone(), tuple(state[: len(work.ids)].clone() for state in states)
+        return tuple(x.clone() for x in given), tuple(state[:rows].clone() for state in states)
 
 
 class Differentiable(Recording):
@@ -219,10 +261,10 @@ class Differentiable(Recording):
         if self.work.carried is not None:
             inputs.append(self.work.carried.requires_grad_())
 
-        def forward() -> list[Tensor]:
-            nll, states = window(self.work)
-            self.outputs = [*states] if nll is None else [nll, *states]
-            return [output.detach() for output in self.outputs]
+        def forward() -> Result:
+            given, states = window(self.work)
+            self.outputs = [*given, *states]
+            return tuple(x.detach() for x in given), tuple(x.detach() for x in states)
 
         def backward() -> list[Tensor | None]:
             # with frozen weights a first window's loss depends on nothing that is trained
@@ -236,24 +278,23 @@ class Differentiable(Recording):
             return [None if self.work.carried is None else found[-1]]
 
         def both() -> None:
-            self.upstream = [torch.zeros_like(output) for output in forward()]
+            forward()
+            self.upstream = [torch.zeros_like(output) for output in self.outputs]
             backward()  # of zeros: the sums stay as they are
             self.outputs = []  # or the end of the way to the gradients stays on this stream
 
         with torch.enable_grad():
             warm_up(both)
             before = reserved()
-            outputs, self.replay = record(forward, gathering.pool(shared=False))
+            (self.given, self.states), self.replay = record(forward, gathering.pool(shared=False))
             self.taken = max(reserved() - before, 0)
             (self.of_carried,), self.replay_back = record(backward, gathering.pool())
-        self.nll = None if self.work.targets is None else outputs[0]
-        self.states = tuple(outputs if self.work.targets is None else outputs[1:])
         self.outputs = []
         self.all_summed = gathering.summed
 
-    def __call__(self, work: Work, table: Tensor) -> Result:
-        nll, *states = _Replayed.apply(self, work, table, work.carried)
-        return nll, tuple(states)
+    def __call__(self, work: Work, table: Tensor, lasting: bool) -> Result:
+        found = _Replayed.apply(self, Hold(lasting), work, table, work.carried)
+        return found[: len(self.given)], found[len(self.given) :]
 
 
 class _Replayed(torch.autograd.Function):
@@ -261,14 +302,14 @@ class _Replayed(torch.autograd.Function):
     which has none, is pulled through too."""
 
     @staticmethod
-    def forward(ctx, recording: Differentiable, work: Work, table: Tensor, carried: Tensor | None):
+    def forward(ctx, recording: Differentiable, hold: Hold, work: Work, table: Tensor, carried: Tensor | None):
         ctx.set_materialize_grads(False)
-        ctx.recording, ctx.rows = recording, len(work.ids)
-        recording.busy = True
+        ctx.recording, ctx.hold, ctx.rows = recording, hold, len(work.ids)
+        recording.hold = weakref.ref(hold)
         recording._fill(work)
         recording.replay()
-        nll, states = recording._result(work)
-        return nll, *states
+        given, states = recording._result(work)
+        return *given, *states
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -279,12 +320,12 @@ class _Replayed(torch.autograd.Function):
             if gradient is None or gradient.shape != buffer.shape:
                 buffer.zero_()
             if gradient is not None:
-                (buffer if buffer.ndim == 0 else buffer[:rows]).copy_(gradient)
+                buffer[tuple(map(slice, gradient.shape))].copy_(gradient)
         recording.replay_back()
-        recording.busy = False
+        ctx.hold = None
         recording.all_summed.update(recording.summed)
         found = recording.of_carried
-        return None, None, None, None if found is None else found[:rows].clone()
+        return None, None, None, None, None if found is None else found[:rows].clone()
 
 
 def warm_up(function: Callable[[], Any], times: int = 3) -> None:
@@ -315,6 +356,10 @@ def reserved() -> int:
         return 0
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _random_state(device: torch.device) -> Tensor:

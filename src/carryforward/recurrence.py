@@ -57,6 +57,7 @@ class Recurrence(nn.Module):
         noted: Sequence[tuple[Tensor, Tensor]] = (),
         before: Tensor | None = None,
         turn: Turn | None = None,
+        leads: Tensor | None = None,
     ) -> Tensor:
         """All that a window passes on, [B, m]: what is pooled, then what is kept.
 
@@ -64,14 +65,19 @@ class Recurrence(nn.Module):
             hidden: the outputs of layers 1 to L, each [B, T, k].
             span: the positions that are pooled, and where the next window starts.
             noted, before, turn: as `Keeping` takes them, if something is kept.
+            leads: how long each row's own prefix is, [B, 1], where the span does not say.
         """
         parts = []
+        start = span.start if leads is None or span.start is not None else leads.to(self.weight.device)
+        assert start is not None
         if self.networks:
-            chosen = [_range(h, span.start, span.stop).to(self.weight.device) for h in self.chosen(hidden)]
-            parts.append(self.carried(self.pool(chosen)).flatten(1))
+            begin = start if isinstance(start, int) else 0
+            chosen = [_range(h, begin, span.stop).to(self.weight.device) for h in self.chosen(hidden)]
+            slots = None if isinstance(start, int) else _slots(start, span.stop, self.config.slots)
+            parts.append(self.carried(self.pool(chosen, slots)).flatten(1))
         if self.keeping is not None:
             assert turn is not None
-            parts.append(self.keeping(noted, before, span.start, span.following, turn).flatten(1))
+            parts.append(self.keeping(noted, before, start, span.following, turn).flatten(1))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def chosen(self, hidden: Sequence[Tensor]) -> list[Tensor]:
@@ -101,21 +107,34 @@ class Recurrence(nn.Module):
         """w = softmax(α) of equation 1, [L], where all layers are mixed."""
         return self.layer_logits.softmax(dim=0)
 
-    def pool(self, layers: Sequence[Tensor]) -> Tensor:
-        """Equation 1 and its alternatives: the chosen layers, each [B, P, k], to [B, S, m]."""
+    def pool(self, layers: Sequence[Tensor], slots: Tensor | None = None) -> Tensor:
+        """Equation 1 and its alternatives: the chosen layers, each [B, P, k], to [B, S, m].
+
+        Args:
+            slots: where rows differ, which slot each position belongs to, -1 for none, [B, P].
+        """
         if self.config.pooling == "mean":
             # The mean over positions first: the same number as mixing first, without a mix of P x k.
-            return self.mix([_stretches(h, self.config.slots, _mean) for h in layers])
-        return self.pool_mixed(self.mix(layers))
+            return self.mix([self._stretched(h, slots) for h in layers])
+        return self.pool_mixed(self.mix(layers), slots)
 
-    def pool_mixed(self, mixed: Tensor) -> Tensor:
+    def pool_mixed(self, mixed: Tensor, slots: Tensor | None = None) -> Tensor:
         """The same from layers mixed already, [B, P, m]."""
-        if self.config.pooling == "mean":
-            return _stretches(mixed, self.config.slots, _mean)
-        if self.config.pooling == "max":
-            return _stretches(mixed, self.config.slots, torch.amax)
+        if self.config.pooling != "attention":
+            return self._stretched(mixed, slots)
         scores = mixed @ self.keys.to(mixed.dtype).T / mixed.shape[-1] ** 0.5  # [B, P, S]
+        if slots is not None:
+            scores = scores.masked_fill(slots[..., None] < 0, -torch.inf)
         return scores.softmax(dim=1).transpose(1, 2) @ mixed
+
+    def _stretched(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        mean, count = self.config.pooling == "mean", self.config.slots
+        if slots is None:
+            return _stretches(x, count, _mean if mean else torch.amax)
+        inside = [slots[..., None] == slot for slot in range(count)]
+        if not mean:
+            return torch.stack([x.masked_fill(~chosen, -torch.inf).amax(dim=1) for chosen in inside], dim=1)
+        return torch.stack([_mean(x.masked_fill(~chosen, 0), 1, chosen.sum(dim=1)) for chosen in inside], dim=1)
 
     def mix(self, layers: Sequence[Tensor]) -> Tensor:
         """Σ w_ℓ h^(ℓ) with w = softmax(α), or the layers side by side where they are not mixed."""
@@ -168,10 +187,20 @@ def _stretches(x: Tensor, slots: int, pool: Callable[..., Tensor]) -> Tensor:
     return torch.cat([pool(half, dim=2) for half in halves], dim=1)
 
 
-def _mean(x: Tensor, dim: int) -> Tensor:
+def _slots(leads: Tensor, stop: int, slots: int) -> Tensor:
+    """The same stretches where each row starts at its own position, [B, 1]: the slot of every position up to `stop`,
+    -1 in front of the start, [B, stop]."""
+    position = torch.arange(stop, device=leads.device) - leads
+    size, longer = (stop - leads) // slots, (stop - leads) % slots
+    older = longer * (size + 1)
+    slot = torch.where(position < older, position // (size + 1), longer + (position - older) // size)
+    return torch.where(position < 0, -1, slot)
+
+
+def _mean(x: Tensor, dim: int, count: Tensor | None = None) -> Tensor:
     """The division comes last, of few numbers, so that the gradient of many is one number that need not be written."""
     exact = torch.promote_types(x.dtype, torch.float32)  # a sum may be more than float16 can hold
-    return (x.sum(dim=dim, dtype=exact) / x.shape[dim]).to(x.dtype)
+    return (x.sum(dim=dim, dtype=exact) / (x.shape[dim] if count is None else count)).to(x.dtype)
 
 
 def _range(x: Tensor, start: int, stop: int) -> Tensor:

@@ -14,6 +14,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ FastPath = Literal["auto", "compiled", "off"]
 DEVICES = ("cuda",)
 RECORD_AFTER = 16  # windows of a kind: a recording takes a second
 COMPILE_AFTER = 1000  # the compiler takes ten or twenty
+COMMON = COMPILE_AFTER // 20  # windows of a kind, or it is not compiled: ragged batches have many kinds
 
 
 class Replays:
@@ -46,6 +48,7 @@ class Replays:
         self._compiles = self.path == "compiled"
         self._replayed = 0
         self._seen: Counter = Counter()
+        self._largest = 0
         self._recordings: dict[tuple, list[Recording]] = {}
         self._gathering = Gathering()
 
@@ -62,8 +65,14 @@ class Replays:
             logger.warning_once(f"Windows are run without the fast path: {reason}.")
         return reason is None
 
-    def begin(self, model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> "Call | None":
-        """At the start of a call of the model; None where its windows must be run as they are."""
+    def begin(
+        self, model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter], lasting: bool = False
+    ) -> "Call | None":
+        """At the start of a call of the model; None where its windows must be run as they are.
+
+        Args:
+            lasting: windows that are kept are pulled through after the call, perhaps after others.
+        """
         if not self.usable(modules, weights):
             if self._signature:  # after a failure: nothing of before is used again
                 self._forget()
@@ -82,28 +91,33 @@ class Replays:
             model._allowance.release()
         self._gathering.take()  # of a call that was broken off
         self._gathering.casts.renew()
-        for recordings in self._recordings.values():
-            for recording in recordings:
-                recording.busy = False
+        for recording in chain.from_iterable(self._recordings.values()):
+            recording.let_go()
         if torch.is_grad_enabled():
             self._gathering.prepare()
-        return Call(self, model, self._signature, tuple(module.training for module in modules))
+        training = tuple(module.training for module in modules)
+        return Call(self, model, self._signature, self._gathering, training, lasting)
 
     def run(self, call: "Call", work: Work, table: Tensor) -> Result:
         device = work.ids.device.type
         with_gradients = torch.is_grad_enabled() and (table.requires_grad or bool(self._gathering.parameters))
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        key = (call.training, *autocast, with_gradients, work.carried is None, work.targets is None, work.start)
+        absent = tuple(tensor is None for tensor in (work.carried, work.targets, work.leads, work.types))
+        key = (call.training, *autocast, with_gradients, *absent, work.outputs, work.start)
+        kind = (*key, *work.ids.shape, work.mask is None, work.pooled)
+        self._seen[kind] += 1
         recording = self._find(call, key, work)
         if recording is None:
-            kind = (*key, *work.ids.shape, work.pooled)
-            self._seen[kind] += 1
-            if self.path == "compiled" or self._seen[kind] > RECORD_AFTER:
-                recording = self._record(call.model, key, work, with_gradients)
+            # at once if that was said, but not for the smaller ones that ragged documents end with
+            self._largest = max(self._largest, work.ids.numel())
+            at_once = self.path == "compiled" and work.ids.numel() == self._largest
+            if at_once or self._seen[kind] > RECORD_AFTER:
+                common = self.path == "compiled" or self._seen[kind] > COMMON
+                recording = self._record(call.model, key, work, with_gradients, self._compiles and common)
         if recording is None:
             return call.model._window(work)
         self._replayed += 1
-        return recording(work, table)
+        return recording(work, table, call.lasting)
 
     def failed(self, reason: str) -> None:
         """Say why, and go on without; windows that are still to be pulled through hold on to their recordings. Called
@@ -121,26 +135,27 @@ class Replays:
     def _find(self, call: "Call", key: tuple, work: Work) -> "Recording | None":
         """A recording of such windows, or of longer ones and more rows of which these fill a good part. If it draws
         random numbers, as dropout does, only the former: those of a row would depend on how many there are. Longer
-        only where no position sees what follows it."""
+        only where no position sees what follows it, or a mask hides it."""
         (rows, width), causal = work.ids.shape, call.model.config.architecture.causal
         for recording in self._recordings.get(key, []):
             made = recording.work
-            same = made.ids.shape == work.ids.shape and made.pooled == work.pooled
-            long = width <= made.ids.shape[1] if causal else width == made.ids.shape[1]
+            masked = work.mask is None, made.mask is None
+            same = made.ids.shape == work.ids.shape and made.pooled == work.pooled and len({*masked}) == 1
+            long = width <= made.ids.shape[1] if causal or not masked[1] else width == made.ids.shape[1] and masked[0]
             fits = long and rows <= made.ids.shape[0] and work.pooled in ((), made.pooled)
             good = fits and not recording.draws and 2 * work.ids.numel() >= made.ids.numel()
             if not recording.busy and (same or good):
                 return recording
         return None
 
-    def _record(self, model: Any, key: tuple, work: Work, with_gradients: bool) -> "Recording | None":
+    def _record(self, model: Any, key: tuple, work: Work, with_gradients: bool, compiles: bool) -> "Recording | None":
         if self.path == "off" or (with_gradients and not model._allowance.has_room(work.kind)):
             return None
         recording, reason = None, ""
         try:
             with (
                 torch.random.fork_rng([work.ids.device] if work.ids.is_cuda else []),
-                compiled(model) if self._compiles else contextlib.nullcontext(),
+                compiled(model) if compiles else contextlib.nullcontext(),
             ):
                 recording = (Differentiable if with_gradients else Recording)(model, work, self._gathering)
         except Exception as error:  # whatever a compiler or a driver may raise: the plain way is always there
@@ -162,17 +177,19 @@ class Call:
     replays: Replays
     model: Any
     signature: list[tuple]  # the very one: comparing it whole for every window would take time
+    gathering: Gathering
     training: tuple[bool, ...]  # of each module
+    lasting: bool
 
     def run(self, work: Work, table: Tensor) -> Result:
         """What `model._window` gives. Gradients flow to the table; those of the parameters are gathered."""
-        if work.mask is not None or self.signature is not self.replays._signature:
+        if self.signature is not self.replays._signature:
             return self.model._window(work)
         return self.replays.run(self, work, table)
 
     def gathered(self) -> list[Tensor | None]:
-        """Gradients of the parameters that recordings have summed up."""
-        return self.replays._gathering.take() if self.signature is self.replays._signature else []
+        """Gradients of the parameters that recordings have summed up: this call's, whatever the model has become."""
+        return self.gathering.take()
 
 
 def _signature(model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> list[tuple]:

@@ -14,8 +14,9 @@ from . import bptt, checks
 from .data.samples import collate, sample
 from .heads import RecurrentForCausalLM
 from .modeling import evaluating
-from .program import Program
+from .program import Emit, Program
 from .reading import IGNORE, Cell
+from .recording import Result, Work
 from .windows import Window
 
 
@@ -82,17 +83,23 @@ def score(
         ids, mask, labels = (batch[name].to(model.device) for name in ("input_ids", "attention_mask", "labels"))
         reading = model._plan(ids, mask, labels, None, overlap=overlap, use_state=use_state, outputs=False, final=False)
 
-        def emit(cell: Cell, inputs: dict[str, Any]) -> bptt.Emission:
-            carry = inputs["carry"]
+        def window(work: Work) -> Result:
+            carry, inputs = model._inputs(work)
             carry.watching = watch
+            (logits,) = model._given(inputs, work.start)
+            layers[:] = carry.paid
+            return (logits.float(), *carry.paid.values()), model._states(carry, work)
+
+        def emit(cell: Cell, logits: Tensor, *paid: Tensor) -> bptt.Emission:
             start, targets = reading.scored(cell)
-            logits = model._outputs(inputs, start, cell.width).float()
-            paid = {layer: attention[:, :, start:] for layer, attention in carry.paid.items()}
-            take(Scored([rows[row] for row in cell.rows], cell.windows, logits, targets.to(logits.device), paid))
+            attention = {layer: weights[:, :, start:] for layer, weights in zip(layers, paid, strict=True)}
+            take(Scored([rows[row] for row in cell.rows], cell.windows, logits, targets.to(logits.device), attention))
             progress(sum(window.score_to - window.score_from for window in cell.windows))
             return ()
 
-        program, table = Program(model, reading, emit), model._table(reading.before)
+        layers: list[int] = []  # that are watched
+        program = Program(model, reading, Emit(emit, lambda cell: reading.scored(cell)[0]), window=window)
+        table = model._table(reading.before)
         for cell in reading.cells:
             _, table = program.advance(cell, table, head=True)
 

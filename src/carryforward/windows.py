@@ -31,11 +31,11 @@ class Span(NamedTuple):
     """What a window passes on: positions of it.
 
     Attributes:
-        start, stop: those that are pooled.
+        start, stop: those that are pooled; None starts behind each row's own prefix.
         following: where the next window starts.
     """
 
-    start: int
+    start: int | None
     stop: int
     following: int
 
