@@ -15,10 +15,11 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import carryforward as cf
-from carryforward import embedding, insertion, memory, recording, replay, window_cache
+from carryforward import bptt, embedding, insertion, memory, recording, replay, window_cache
 
 IDS = tiny.documents(3, 45)
 RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
@@ -887,6 +888,108 @@ def test_while_a_window_is_recorded_it_needs_no_mask(name, monkeypatch):
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------
+
+
+def recordings_of(model, kind=recording.Recording):
+    return [one for some in model.replays._recordings.values() for one in some if isinstance(one, kind)]
+
+
+def test_places_of_windows_that_are_needed_still_are_not_free(recordings, monkeypatch):
+    """Several calls before one backward pass keep no more than one call would, where there is no more room."""
+    model, kept = tiny.answering("bert", keep_windows="auto"), []
+    keep = bptt._Sweep._keep
+    monkeypatch.setattr(bptt._Sweep, "_keep", lambda sweep, i, table: kept.append(i) or keep(sweep, i, table))
+    for seed in range(4):
+        learn(model, seed)
+    monkeypatch.setattr(memory, "available", lambda device: 0)
+    held, counts = [], []
+    for _ in range(3):
+        kept.clear()
+        held.append(model(IDS, question_ids=tiny.QUESTIONS, start_positions=torch.zeros(3, dtype=torch.long),
+                          end_positions=torch.zeros(3, dtype=torch.long)))  # fmt: skip
+        counts.append(len(kept))
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]
+    sum(out.loss for out in held).backward()
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_ragged_batches_do_not_fill_the_memory_with_recordings(keep, recordings):
+    model = tiny.recurrent("gpt2", keep_windows=keep).train()  # with dropout no recording serves another shape
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(60):
+        lengths = torch.randint(2, 46, (3, 1), generator=generator)
+        step(model, seed=seed, attention_mask=(torch.arange(45) < lengths).long())
+    places = [one.work.ids.numel() for one in recordings_of(model, recording.Differentiable)]
+    assert places
+    assert sum(places) <= (keep + memory.SPARE) * 3 * 8
+
+
+def test_what_a_replayed_window_gives_out_is_not_taken_for_all_it_holds(recordings, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda device: 0)
+    model, plain = (tiny.answering("modernbert", keep_windows="auto").train() for _ in range(2))
+    plain.fast_path = "off"
+    for one in (model, plain):
+        for questions in (tiny.QUESTIONS, tiny.QUESTIONS[:2]):
+            for seed in range(4):
+                learn(one, seed, questions=questions)
+    assert recordings
+    for kind, size in model._allowance._sizes.items():
+        assert size == plain._allowance._sizes[kind], kind
+
+
+def test_windows_first_met_after_others_were_compiled_are_compiled_too(recordings, monkeypatch):
+    made = []
+    monkeypatch.setattr(replay, "compiled", lambda model: made.append(1) or contextlib.nullcontext())
+    monkeypatch.setattr(replay, "COMPILE_AFTER", 60)
+    monkeypatch.setattr(replay, "COMMON", 3)
+    plain, model = both("gpt2", keep_windows=0)
+    for _ in range(15):
+        step(model)
+    trained = len(made)
+    assert trained > 0
+    with torch.no_grad():
+        for _ in range(30):
+            found = model(IDS, labels=IDS).nll_sum
+        assert_close(found, plain(IDS, labels=IDS).nll_sum)
+    assert len(made) > trained
+    assert all(one.compiled for one in recordings_of(model))
+
+
+@pytest.mark.parametrize("keep", [0, 2, "auto"])
+def test_under_checkpointing_of_the_whole_model(keep, recordings):
+    """Whoever computes graphs again, or keeps them elsewhere, gets them: nothing is recorded."""
+    results = []
+    for model in both("gpt2", keep_windows=keep):
+        for _ in range(3):
+            states = checkpoint(lambda m=model: m(IDS).logits, use_reentrant=False)
+            states.square().sum().backward()
+            found = tiny.gradients(model)
+        results.append(found)
+        assert model.fast_path in ("auto", "off")
+    tiny.assert_same_gradients(*results)
+
+
+def test_full_windows_do_not_go_by_a_recording_with_a_mask(recordings):
+    model = tiny.answering("bert")
+    mask = (torch.arange(45) < torch.tensor([[45], [4], [45]])).long()
+    with torch.no_grad():
+        for _ in range(4):
+            model(IDS, attention_mask=mask, question_ids=tiny.QUESTIONS)
+        for _ in range(4):
+            model(IDS[:, :21], question_ids=[[5, 6, 7]] * 3)
+    shapes = {(one.work.ids.shape, one.work.mask is None) for one in recordings_of(model)}
+    assert any(bare for _, bare in shapes)
+
+
+def test_encoding_again_uses_what_was_recorded(recordings):
+    model, texts = tiny.recurrent("bert"), ["a" * 45, "b" * 45, "c" * 45]
+    for _ in range(3):
+        cf.encode(model, texts, Letters(), batch_size=3)
+    made = len(recordings)
+    assert made
+    cf.encode(model, texts, Letters(), batch_size=3)
+    assert len(recordings) == made
 
 
 @GPU

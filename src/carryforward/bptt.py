@@ -277,15 +277,14 @@ class _Sweep:
             prepay: the call comes from the forward pass: the loss is not known yet, its gradient is taken to be 1.
         """
         gradients = _Gradients(table, [None] * len(self.plan.parameters))
-        cells, allowance = self.plan.program.cells, self.plan.allowance
+        cells = self.plan.program.cells
         with torch.enable_grad(), contextlib.nullcontext() if prepay else torch.autocast(**self.autocast):
             for i in reversed(range(len(cells))):
                 if i in self.kept:
                     incoming, outputs, outgoing = self.kept.pop(i)
                 else:
                     incoming = self.tables[i].to(self.device).detach().requires_grad_()
-                    with allowance.measuring(self.plan.program.kind(cells[i]), self.plan.parameters):
-                        outputs, outgoing = self.plan.advance(i, incoming)
+                    outputs, outgoing = self.plan.advance(i, incoming)
                 if prepay:
                     self.loss = self.loss + outputs[0].detach()
                     if i == len(self.tables) - 1:

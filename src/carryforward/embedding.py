@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -129,10 +130,18 @@ def headless(model: PreTrainedModel) -> RecurrentModel:
         return model
     if not isinstance(model, RecurrentPreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}: make it recurrent with add_recurrence first.")
-    with torch.device("meta"):  # the recurrence made here is thrown away: it should draw no random numbers
-        reader = RecurrentModel(model.config, base=model._body)
-    reader.recurrence, reader.fast_path = model.recurrence, model.fast_path
+    reader, path = _HEADLESS.get(model, (None, None))
+    if reader is None or reader.base is not model._body or path != model.fast_path:
+        with torch.device("meta"):  # the recurrence made here is thrown away: it should draw no random numbers
+            reader = RecurrentModel(model.config, base=model._body)
+        reader.fast_path = model.fast_path
+        _HEADLESS[model] = reader, model.fast_path
+    reader.recurrence = model.recurrence
     return reader
+
+
+# by the model with a head: what was recorded for one document is of use for the next
+_HEADLESS: WeakKeyDictionary[PreTrainedModel, tuple[RecurrentModel, str]] = WeakKeyDictionary()
 
 
 def _read(

@@ -4,7 +4,7 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 Kind = tuple[Any, ...]  # how many rows and positions a window has, then whatever else decides what it takes
 SHARE = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is free; others want some too
+SPARE = 4  # places beside those of the windows that are kept, where their number was said
 TO_COME = 12  # bytes for each trained parameter: its gradient and Adam's two averages may not be there yet
 
 
@@ -27,6 +28,8 @@ class Allowance:
     def __init__(self) -> None:
         self.keep: int | Literal["auto"] = 0
         self._sizes: dict[Kind, int] = {}
+        self._ready: Counter[Kind] = Counter()  # places that are free
+        self._positions, self._largest = 0, 0  # of the windows that there are places for
         self.release()
 
     def windows(self, kinds: Sequence[Kind], parameters: Sequence[nn.Parameter], device: torch.device) -> list[bool]:
@@ -61,24 +64,41 @@ class Allowance:
     def has_room(self, kind: Kind) -> bool:
         """Whether there may be one more place for a window of this kind; one in all there may be anyway, since a window
         must be run somewhere."""
+        if self.keep != "auto":  # first and last windows are kinds of their own; those of ragged batches are too many
+            largest = max(self._largest, math.prod(kind[:2]))
+            return self._positions + math.prod(kind[:2]) <= (self.keep + SPARE) * largest
         size, left = self._most(kind), self._share - self._taken
-        return self.keep != "auto" or size <= left or (size < math.inf and not self._ready)
+        return size <= left or (size < math.inf and not self._positions)
 
     def take(self, kind: Kind, size: int) -> None:
         """A place for a window of this kind is there for good, and serves no other."""
         self._ready[kind] += 1
         self._taken += size
+        self._positions += math.prod(kind[:2])
+        self._largest = max(self._largest, math.prod(kind[:2]))
         self._sizes[kind] = max(self._sizes.get(kind, 0), size)
+
+    def give_back(self, kind: Kind, size: int) -> None:
+        """Such a place, which was free, is there no longer."""
+        self._ready[kind] -= 1
+        self._taken -= size
+        self._positions -= math.prod(kind[:2])
+
+    def free_places(self, kinds: Iterable[Kind]) -> None:
+        """Which of the places that were taken can be used now: windows may be kept beyond the call that ran them."""
+        self._ready = Counter(kinds)
 
     def release(self) -> None:
         """Nothing of what was taken is there any longer."""
-        self._ready: Counter = Counter()
+        self._ready = Counter()
         self._taken, self._share = 0, math.inf
+        self._positions, self._largest = 0, 0
         self.full = False
 
     @contextlib.contextmanager
-    def measuring(self, kind: Kind, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Note what a window's graph holds on to, when windows of its kind are run with one for the first time."""
+    def measuring(self, kind: Kind, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Note what a window's graph holds on to, when windows of its kind are run with one for the first time. Not
+        around one that is replayed, which holds on to nothing."""
         if self.keep != "auto" or kind in self._sizes:
             yield
             return
@@ -93,7 +113,7 @@ class Allowance:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        if found:  # a window that was replayed holds on to nothing, and says nothing
+        if found:
             self._sizes[kind] = sum(found.values())
 
 

@@ -209,6 +209,11 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             self._body(**inputs)
         return given, self._states(carry, work)
 
+    def _measured_window(self, work: Work) -> Result:
+        """The same; what its graph takes is noted, if that is not known."""
+        with self._allowance.measuring(work.kind, self.parameters()):
+            return self._window(work)
+
     def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         """What the head's output is made of, as `recording.Result` has it; positions count from `start` on."""
         raise NotImplementedError
@@ -225,7 +230,9 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         sharded = self._is_sharded(modules)
         keep_graph = torch.is_grad_enabled() and (recurrence.keep_graph or sharded or bptt.hooked(parameters))
         self._sharded = sharded
-        recordable = (emit is None or self._small) and not sharded and not keep_graph
+        # whoever looks at what graphs hold on to, to keep it elsewhere or compute it again, finds none of a recording's
+        watched = torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        recordable = (emit is None or self._small) and not sharded and not keep_graph and not watched
         replays = self.replays.begin(self, modules, weights, lasting=emit is not None) if recordable else None
         training = any(module.training for module in modules)
         program = Program(self, reading, emit, replays, (training, len(parameters)))

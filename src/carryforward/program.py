@@ -49,7 +49,7 @@ class Program(bptt.Program):
         self.emit = emit
         self.replays = replays
         self.setting = setting
-        self.window = window or model._window
+        self.window = window or model._measured_window
         self.cells: list[Cell | None] = [*reading.cells]
         self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
 

@@ -186,7 +186,10 @@ class Recording:
     Attributes:
         hold: what it left behind is needed still, as long as this gives something.
         draws: it draws random numbers.
+        compiled: its layers were.
     """
+
+    compiled = False
 
     def __init__(self, model: Any, work: Work, gathering: Gathering):
         self.hold: Callable[[], Hold | None] = _nothing
@@ -200,6 +203,12 @@ class Recording:
     @property
     def busy(self) -> bool:
         return self.hold() is not None
+
+    def is_of(self, work: Work) -> bool:
+        """Whether it is of such windows exactly, and not of larger ones."""
+        made = self.work
+        same = made.ids.shape == work.ids.shape and made.pooled == work.pooled
+        return same and (made.mask is None) == (work.mask is None)
 
     def let_go(self) -> None:
         """At the start of a call: one that was broken off needs nothing any longer."""

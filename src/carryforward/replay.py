@@ -91,8 +91,11 @@ class Replays:
             model._allowance.release()
         self._gathering.take()  # of a call that was broken off
         self._gathering.casts.renew()
-        for recording in chain.from_iterable(self._recordings.values()):
+        made = [*chain.from_iterable(self._recordings.values())]
+        for recording in made:
             recording.let_go()
+        places = (one.work.kind for one in made if isinstance(one, Differentiable) and not one.busy)
+        model._allowance.free_places(places)
         if torch.is_grad_enabled():
             self._gathering.prepare()
         training = tuple(module.training for module in modules)
@@ -106,16 +109,20 @@ class Replays:
         key = (call.training, *autocast, with_gradients, *absent, work.outputs, work.start)
         kind = (*key, *work.ids.shape, work.mask is None, work.pooled)
         self._seen[kind] += 1
+        # few kinds are worth the compiler's time; many of a ragged batch's are not
+        common = self.path == "compiled" or self._seen[kind] > max(COMMON, self._replayed // 20)
         recording = self._find(call, key, work)
+        if recording is not None and self._compiles and common and not recording.compiled and recording.is_of(work):
+            self._drop(call.model, key, recording)
+            recording = self._record(call.model, key, work, with_gradients, True)
         if recording is None:
             # at once if that was said, but not for the smaller ones that ragged documents end with
             self._largest = max(self._largest, work.ids.numel())
             at_once = self.path == "compiled" and work.ids.numel() == self._largest
             if at_once or self._seen[kind] > RECORD_AFTER:
-                common = self.path == "compiled" or self._seen[kind] > COMMON
                 recording = self._record(call.model, key, work, with_gradients, self._compiles and common)
         if recording is None:
-            return call.model._window(work)
+            return call.model._measured_window(work)
         self._replayed += 1
         return recording(work, table, call.lasting)
 
@@ -137,16 +144,28 @@ class Replays:
         random numbers, as dropout does, only the former: those of a row would depend on how many there are. Longer
         only where no position sees what follows it, or a mask hides it."""
         (rows, width), causal = work.ids.shape, call.model.config.architecture.causal
-        for recording in self._recordings.get(key, []):
+        free = [recording for recording in self._recordings.get(key, []) if not recording.busy]
+        for recording in free:
+            if recording.is_of(work):
+                return recording
+        for recording in free:
             made = recording.work
-            masked = work.mask is None, made.mask is None
-            same = made.ids.shape == work.ids.shape and made.pooled == work.pooled and len({*masked}) == 1
-            long = width <= made.ids.shape[1] if causal or not masked[1] else width == made.ids.shape[1] and masked[0]
+            masked, hides = work.mask is not None, made.mask is not None
+            if causal:
+                long = width <= made.ids.shape[1]
+            else:  # what has no mask and is as wide is better off without one
+                long = width <= made.ids.shape[1] - (not masked) if hides else width == made.ids.shape[1] and not masked
             fits = long and rows <= made.ids.shape[0] and work.pooled in ((), made.pooled)
-            good = fits and not recording.draws and 2 * work.ids.numel() >= made.ids.numel()
-            if not recording.busy and (same or good):
+            if fits and not recording.draws and 2 * work.ids.numel() >= made.ids.numel():
                 return recording
         return None
+
+    def _drop(self, model: Any, key: tuple, recording: Recording) -> None:
+        self._recordings[key].remove(recording)
+        if isinstance(recording, Differentiable):
+            model._allowance.give_back(recording.work.kind, recording.taken)
+        if not any(self._recordings.values()):
+            self._gathering.renew()
 
     def _record(self, model: Any, key: tuple, work: Work, with_gradients: bool, compiles: bool) -> "Recording | None":
         if self.path == "off" or (with_gradients and not model._allowance.has_room(work.kind)):
@@ -164,6 +183,7 @@ class Replays:
             self.failed(reason)
             model._allowance.full = True
             return None
+        recording.compiled = compiles
         if isinstance(recording, Differentiable):
             model._allowance.take(work.kind, recording.taken)
         self._recordings.setdefault(key, []).append(recording)
@@ -184,7 +204,7 @@ class Call:
     def run(self, work: Work, table: Tensor) -> Result:
         """What `model._window` gives. Gradients flow to the table; those of the parameters are gathered."""
         if self.signature is not self.replays._signature:
-            return self.model._window(work)
+            return self.model._measured_window(work)
         return self.replays.run(self, work, table)
 
     def gathered(self) -> list[Tensor | None]:
