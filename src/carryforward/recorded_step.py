@@ -2,15 +2,12 @@
 """One more token in every row of a `window_cache`, captured as a CUDA graph: on a GPU a token is little work in many
 small kernels, as a window is. What it reads and writes are the cache's own buffers, which stay in place."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import insertion, recording
-
-if TYPE_CHECKING:
-    from .window_cache import WindowCache
 
 
 def mode(model: Any) -> tuple:
@@ -22,9 +19,9 @@ def mode(model: Any) -> tuple:
 
 
 class RecordedStep:
-    """One more token in every row of a cache, as a recording that reads and writes its buffers."""
+    """One more token in every row of a `WindowCache`, as a recording that reads and writes its buffers."""
 
-    def __init__(self, cache: "WindowCache", model: Any, column: Tensor):
+    def __init__(self, cache: Any, model: Any, column: Tensor):
         device = model.device
         self.column = column.to(device).clone()
         self.rows = torch.arange(len(column), device=device)
@@ -45,13 +42,13 @@ class RecordedStep:
             recording.warm_up(step, times=1)  # nothing is compiled
             self.logits, self.replay = recording.record(step, None)
 
-    def _refresh(self, cache: "WindowCache") -> None:
+    def _refresh(self, cache: Any) -> None:
         """Where rows stand, after they were moved by other means."""
         self.position.copy_(torch.tensor(cache._position)[:, None])
         self.seen.copy_(torch.tensor([cache._sees_state(row) for row in range(cache._batch)]))
         self.stale = False
 
-    def __call__(self, cache: "WindowCache", column: Tensor, new: list[int]) -> Tensor:
+    def __call__(self, cache: Any, column: Tensor, new: list[int]) -> Tensor:
         if self.stale:
             self._refresh(cache)
         if new != self.counts:
