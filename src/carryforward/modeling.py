@@ -211,6 +211,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     def _measured_window(self, work: Work) -> Result:
         """The same; what its graph takes is noted, if that is not known."""
+        if not torch.is_grad_enabled():
+            return self._window(work)
         with self._allowance.measuring(work.kind, self.parameters()):
             return self._window(work)
 
@@ -235,7 +237,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         recordable = (emit is None or self._small) and not sharded and not keep_graph and not watched
         replays = self.replays.begin(self, modules, weights, lasting=emit is not None) if recordable else None
         training = any(module.training for module in modules)
-        program = Program(self, reading, emit, replays, (training, len(parameters)))
+        run = self._window if keep_graph else self._measured_window  # nothing is kept or not where all is
+        program = Program(self, reading, emit, replays, (training, len(parameters)), run)
         if sharded and emit is None:
             program.idle()
         # without states to pass on, windows are run once, in the second pass

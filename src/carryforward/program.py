@@ -42,14 +42,14 @@ class Program(bptt.Program):
         """
         Args:
             setting: what the memory of a window depends on beside its shape.
-            window: runs a window, where the model itself is not to.
+            window: runs a window, if not the model's own way.
         """
         self.model = model
         self.reading = reading
         self.emit = emit
         self.replays = replays
         self.setting = setting
-        self.window = window or model._measured_window
+        self.window = window or model._window
         self.cells: list[Cell | None] = [*reading.cells]
         self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
 
