@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from . import insertion
-from .recording import Casts, Differentiable, Gathering, Recording, Result, Work, compiled
+from .casts import Casts
+from .recording import Differentiable, Gathering, Recording, Result, Work, compiled
 
 logger = logging.get_logger(__name__)
 
