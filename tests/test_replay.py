@@ -925,6 +925,21 @@ def test_ragged_batches_do_not_fill_the_memory_with_recordings(keep, recordings)
     assert sum(places) <= (keep + memory.SPARE) * 3 * 8
 
 
+def test_documents_that_end_one_after_the_other_share_few_recordings(recordings, monkeypatch):
+    """Windows of fewer and fewer rows: no two of them have as many."""
+    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
+    documents = [tiny.documents(1, length, length)[0].tolist() for length in range(20, 260, 6)]
+    plain, fast = both("llama")
+    plainly = []
+    fast._measured_window = lambda work: plainly.append(work) or type(fast)._measured_window(fast, work)
+    expected, found = (cf.perplexity(model, documents, batch_size=100) for model in (plain, fast))
+    assert found.nats == pytest.approx(expected.nats, rel=1e-6)
+    made = recordings_of(fast)
+    assert len(made) <= 6
+    assert min(len(one.work.ids) for one in made) <= 6, "those that are left at the end, too"
+    assert fast.replays._replayed > 2 * len(plainly)
+
+
 def test_what_a_replayed_window_gives_out_is_not_taken_for_all_it_holds(recordings, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda device: 0)
     model, plain = (tiny.answering("modernbert", keep_windows="auto").train() for _ in range(2))

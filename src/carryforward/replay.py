@@ -49,6 +49,7 @@ class Replays:
         self._compiles = self.path == "compiled"
         self._replayed = 0
         self._seen: Counter = Counter()
+        self._unserved: Counter = Counter()
         self._largest = 0
         self._recordings: dict[tuple, list[Recording]] = {}
         self._gathering = Gathering()
@@ -110,18 +111,23 @@ class Replays:
         key = (call.training, *autocast, with_gradients, *absent, work.outputs, work.start)
         kind = (*key, *work.ids.shape, work.mask is None, work.pooled)
         self._seen[kind] += 1
+        self._largest = max(self._largest, work.ids.numel())
         # few kinds are worth the compiler's time; many of a ragged batch's are not
-        common = self.path == "compiled" or self._seen[kind] > max(COMMON, self._replayed // 20)
+        at_once = self.path == "compiled" and work.ids.numel() == self._largest
+        common = at_once or self._seen[kind] > max(COMMON, self._replayed // 20)
         recording = self._find(call, key, work)
         if recording is not None and self._compiles and common and not recording.compiled and recording.is_of(work):
             self._drop(call.model, key, recording)
             recording = self._record(call.model, key, work, with_gradients, True)
         if recording is None:
-            # at once if that was said, but not for the smaller ones that ragged documents end with
-            self._largest = max(self._largest, work.ids.numel())
-            at_once = self.path == "compiled" and work.ids.numel() == self._largest
-            if at_once or self._seen[kind] > RECORD_AFTER:
+            # documents that end leave fewer and fewer rows, and one recording serves many sizes; but places for those
+            # that gradients flow through are few
+            alike = kind if with_gradients else (*key, work.mask is None, work.pooled)
+            self._unserved[alike] += 1
+            if at_once or self._unserved[alike] > RECORD_AFTER:
                 recording = self._record(call.model, key, work, with_gradients, self._compiles and common)
+                if not with_gradients:
+                    self._unserved[alike] = 0
         if recording is None:
             return call.model._measured_window(work)
         self._replayed += 1
