@@ -9,6 +9,7 @@ The paper's module before any training. Where its state disturbs the model, and 
 of it, a model learns to look away; so the layer is worth choosing before the training.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -36,8 +37,13 @@ CHANGE = 0.01  # of the state
 def main() -> None:
     if sys.argv[1:] == ["--tables"]:
         tables()
-    else:
-        run(*sys.argv[1:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", choices=NAMES)
+    parser.add_argument("model")
+    parser.add_argument("books")
+    given = parser.parse_args()
+    run(given.setting, given.model, given.books)
 
 
 def run(setting: str, name: str, data: str) -> None:
@@ -45,6 +51,8 @@ def run(setting: str, name: str, data: str) -> None:
     length = WINDOWS * WINDOW + 1
     documents = tokenise(open_corpus(data, "validation"), loaded.tokenizer, max_tokens=SKIPPED + length)
     long = [i for i, one in enumerate(documents) if len(one) == SKIPPED + length]
+    if len(long) < BOOKS:
+        raise SystemExit(f"{data}: {len(long)} validation texts have {SKIPPED + length:,} tokens; {BOOKS} are needed.")
     documents = documents.select(long[:BOOKS])
     texts = torch.tensor([one[SKIPPED:].tolist() for one in documents])
     count = len(architecture_of(loaded.model.config).layer_list(loaded.model.base_model))

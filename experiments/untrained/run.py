@@ -9,6 +9,7 @@ Plain at several overlaps beside models that keep so many positions and carry no
 first 15,000 tokens of each validation document.
 """
 
+import argparse
 import json
 import shutil
 import sys
@@ -38,10 +39,18 @@ NAMES = {"bundled": "the bundled model, learned positions", "smollm2": "SmolLM2-
 def main() -> None:
     if sys.argv[1:] == ["--tables"]:
         tables()
-    elif sys.argv[1] == "long":
-        long(*sys.argv[2:])
+        return
+    is_long = sys.argv[1:2] == ["long"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", choices=NAMES)
+    if not is_long:
+        parser.add_argument("model")
+    parser.add_argument("books")
+    given = parser.parse_args(sys.argv[1 + is_long :])
+    if is_long:
+        long(given.setting, given.books)
     else:
-        run(*sys.argv[1:])
+        run(given.setting, given.model, given.books)
 
 
 def run(setting: str, model: str, data: str) -> None:
