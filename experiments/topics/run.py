@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 NAMES = {
     "bundled-kept": "The bundled model, keys and values of half a window carried",
     "bundled-paper": "The bundled model, the paper's vector",
+    "smollm2-kept-untrained": "SmolLM2-135M, keys and values of half a window carried, untrained",
     "smollm2-kept": "SmolLM2-135M, keys and values of half a window carried",
     "smollm2-paper": "SmolLM2-135M, the paper's vector",
 }
