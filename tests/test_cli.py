@@ -543,6 +543,26 @@ def test_a_plain_model_of_any_type_is_scored(home, tmp_path):
     assert "| – |" in succeed(*evaluation(tmp_path / "bloom", home, "--window", WINDOW)).out
 
 
+def test_a_plain_model_of_one_layer_is_scored(home, tmp_path):
+    """The paper's second layer, where a state would enter, is none of its concern."""
+    config = transformers.AutoConfig.from_pretrained(home / "model", n_layer=1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(home / "model").save_pretrained(tmp_path / "model")
+    (result,) = json.loads(succeed(*evaluation(tmp_path / "model", home, "--window", WINDOW, "--json")).out)
+    assert result["rows"][0]["flops"]["base"] > 0
+
+
+def test_a_model_in_a_runs_folder_is_not_that_runs(tmp_path, monkeypatch):
+    """Only checkpoints are: `evaluate gpt2` may be called from anywhere."""
+    from carryforward.loading import _run_of
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.json").write_text('{"kind": "run"}')
+    (tmp_path / "checkpoint-5").mkdir()
+    for name, known in (("gpt2", False), (".", True), ("checkpoint-5", True), (str(tmp_path / "checkpoint-5"), True)):
+        assert (_run_of(name) is not None) is known, name
+
+
 def test_a_reader_that_has_enough(home):
     """`carryforward flops ... | head -1`: no message, no traceback."""
     into_a_closed_pipe("flops", "--model", home / "model", "--window", 16)

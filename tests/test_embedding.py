@@ -662,6 +662,16 @@ def test_a_head_is_left_out_of_a_pipeline(tmp_path, pipeline_of, capfd):
     np.testing.assert_allclose(pipeline.encode(TEXTS[2:4]), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_that_finds_answers_in_a_pipeline(tmp_path, pipeline_of):
+    base = tiny.base("bert", "none", vocab_size=len(TOKENIZER))
+    model = cf.add_recurrence(base, prefix=(1,), suffix=(2,), head="question-answering", window=16).eval()
+    model.save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    pipeline = pipeline_of(cf.RecurrentTransformer(tmp_path / "model"))
+    expected = encode(model, TEXTS[2:4], TOKENIZER)
+    np.testing.assert_allclose(pipeline.encode(TEXTS[2:4]), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_what_a_pipeline_cannot_do_is_refused(saved, pipeline_of):
     folder, model, _ = saved
     with pytest.raises(ValueError, match="window: the model is recurrent already"):

@@ -224,10 +224,11 @@ def test_what_cannot_be_scored_is_refused(model, given, message):
         perplexity(model, [[5, 6, 7]], **given)
 
 
-def test_tokens_of_another_tokenizer_are_refused_without_a_state_too():
+@pytest.mark.parametrize("wrong", [300, -1])
+def test_tokens_of_another_tokenizer_are_refused_without_a_state_too(wrong):
     for model, given in [(plain("gpt2"), {"window": 8}), (recurrent(), {"use_state": False}), (recurrent(), {})]:
-        with pytest.raises(ValueError, match="token id 300.*ids from 0 to 299.*tokenizer that belongs to the model"):
-            perplexity(model, [[5, 300, 7]], **given)
+        with pytest.raises(ValueError, match=f"token id {wrong};.*ids from 0 to 299.*tokenizer that belongs to"):
+            perplexity(model, [[5, wrong, 7]], **given)
 
 
 # --- another's count -----------------------------------------------------------------------------------------------

@@ -338,8 +338,13 @@ def test_presets():
     assert (framed.kept, framed.sinks) == (94, 4)
     with pytest.raises(ValueError, match="sinks='x' must be an integer"):
         cf.RecurrenceConfig.preset("kept", sinks="x")
-    with pytest.raises(ValueError, match="slots=0 must be an integer of at least 1 without `kept`"):
+    with pytest.raises(ValueError, match="kept=0 would carry nothing. Leave kept out, or use 'paper'"):
         cf.RecurrenceConfig.preset("kept", kept=0)
+    with pytest.raises(ValueError, match=r"sinks=150 leaves nothing of the half window \(150\) to keep"):
+        cf.RecurrenceConfig.preset("kept", sinks=150)
+    with pytest.raises(ValueError, match="insert_at, pooling is about what is pooled.*: give slots as well"):
+        cf.RecurrenceConfig.preset("kept", insert_at=6, pooling="max")
+    assert cf.RecurrenceConfig.preset("kept", insert_at=6, slots=1).insert_at == 6
     with pytest.raises(ValueError, match="no preset 'best'. There are: 'paper', 'kept'"):
         cf.RecurrenceConfig.preset("best")
     with pytest.raises(ValueError, match="Did you mean 'window'"):

@@ -382,6 +382,8 @@ def test_claims_about_alternatives():
     better = [*rows, row("four-slots", 0, 94.0, trained=0)]
     assert judged(claims.c11, variants=better).holds is False
     assert "four-slots -6.0 %" in judged(claims.c11, variants=better).told
+    elsewhere = [*rows, row("layer-6", 0, 94.0, trained=0)]  # none of the paper's alternatives
+    assert judged(claims.c11, variants=elsewhere) == judged(claims.c11, variants=rows)
 
 
 @pytest.mark.parametrize("judge", [claims.c8, claims.c9, claims.c10, claims.c11])
@@ -417,6 +419,10 @@ def test_tables_of_several_seeds():
     table = tables.overlaps(rows)
     assert "| 0 | 101.00 ± 1.00 | 1.75e8 | 91.00 ± 1.00 | 1.75e8 | -9.9 % | 101.00 |" in table
     assert "-9.9 %" in tables.variants(rows)
+    assert "against plain at" not in tables.variants(rows)
+    table = tables.variants([*rows, row("plain", 200, 88.0), row("plain-at-200", 200, 87.0)])
+    assert "| r | 0 | 1.75e8 | 91.00 ± 1.00 | -9.9 % | +2.3 % | 101.00 |" in table
+    assert "| plain-at-200 | 200 | 5.25e8 | 87.00 | -1.1 % | -1.1 % | – |" in table
     assert "101.00 ± 1.00 (1.75e8)" in tables.windows(rows)
     assert "not finite" in tables.overlaps([replace(rows[0], perplexity=math.inf)])
 

@@ -2,6 +2,7 @@
 """Single tokens' losses, and how far back the state helps."""
 
 import json
+import sys
 
 import numpy as np
 import prose
@@ -65,6 +66,9 @@ def test_what_cannot_be_measured():
         horizon(model, DOCUMENTS, [9])
     with pytest.raises(ValueError, match="give numbers of windows"):
         horizon(model, DOCUMENTS, [])
+    for batch_size in (0, -1):
+        with pytest.raises(ValueError, match=f"batch_size={batch_size} must be at least 1"):
+            token_losses(model, DOCUMENTS, batch_size=batch_size)
     with pytest.raises(ValueError, match="a recurrent causal language model is needed"):
         token_losses(tiny.recurrent("bert"), DOCUMENTS)
 
@@ -92,3 +96,25 @@ def test_the_command(tmp_path, capsys):
         assert (
             sum(one["tokens"] for one in result[where]) == result["data"]["tokens"] - 17 * result["data"]["documents"]
         )
+
+
+def test_more_models_than_colours(tmp_path, monkeypatch):
+    """Every one is drawn, and without matplotlib the figures are left out, not the results."""
+    from matplotlib.axes import Axes
+
+    from carryforward import horizon as job
+    from carryforward.figure import COLOURS
+
+    points = [{"from": 1, "to": 2, "gain": 0.1, "tokens": 9}]
+    one = {"depths": [{"windows": 0, "nats": 3.0, "gain": 0.0}], "positions": points, "windows": points}
+    results = [{**one, "model": f"run {i}"} for i in range(len(COLOURS) + 2)]
+    drawn = []
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda *args, **style: drawn.append(style["label"]) or plot(*args, **style))
+    job.write(results, tmp_path)
+    assert sorted(drawn) == sorted(3 * [result["model"] for result in results])
+    assert (tmp_path / "horizon.png").stat().st_size > 10_000
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (tmp_path / "bare").mkdir()
+    job.write(results, tmp_path / "bare")
+    assert [path.name for path in (tmp_path / "bare").iterdir()] == ["horizon.json"]

@@ -45,17 +45,16 @@ def main() -> None:
 
 def run(setting: str, model: str, books: str) -> None:
     out = HERE / "results" / setting
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
     gpu = torch.cuda.is_available()
     common = {"split": "validation", "max_document_tokens": TOKENS, "bf16": gpu, "batch_size": 50 if gpu else 8}
     found = [evaluate(model, books, window=WINDOW, overlaps=OVERLAPS, **common)]
     found[0]["model"]["name"] = "plain"
+    shutil.rmtree(out, ignore_errors=True)  # model and books are what they should be: what was there is superseded
     report.save(found, out)
     config = load_config(model)
+    architecture = architecture_of(config)
     for kept, sinks in KEPT:
         name = f"kept {kept} + {sinks}"
-        architecture = architecture_of(config)
         if not architecture.rotary and WINDOW + kept + sinks > architecture.positions(config):
             continue
         folder = WORK / f"{setting}-{kept}-{sinks}"

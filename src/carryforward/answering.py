@@ -14,7 +14,7 @@ from transformers.utils import logging
 from .data.encoding import check_text, tokens_of
 from .data.progress import bar
 from .data.questions import Question
-from .data.samples import pad
+from .data.samples import by_length, pad
 from .modeling import evaluating
 from .question_answering import KINDS, RecurrentForQuestionAnswering
 
@@ -126,15 +126,13 @@ def answer_all(
     progress: Callable[[int], object] = lambda questions: None,
 ) -> list[list[Found]]:
     """The best answers to many questions, in their order; `progress` is told how many were just answered."""
-    for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens), ("batch_size", batch_size)):
+    for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
     if allow_none and not model.kinds.weight.any():
         logger.warning_once("The model was never trained to tell when there is no answer, and will always give one.")
     found: list[list[Found]] = [[] for _ in asked]
-    order = sorted(range(len(asked)), key=lambda i: -len(asked[i].ids))
-    for begin in range(0, len(order), batch_size):
-        rows = order[begin : begin + batch_size]
+    for rows in by_length([len(one.ids) for one in asked], batch_size):
         texts = pad([torch.from_numpy(asked[i].ids).long() for i in rows])
         with evaluating(model), torch.inference_mode():
             out = model(

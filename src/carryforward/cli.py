@@ -164,20 +164,18 @@ def horizon(
     """How far back a state helps, where in a window, and how deep in a document."""
     with told_plainly():
         from . import horizon as job
-        from .files import write_whole
 
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        results = [
-            job.survey(
+        results = []
+        for name in models:
+            found = job.survey(
                 name, data, split=split, depths=tuple(depth or job.DEPTHS), text_field=text_field,
                 max_document_tokens=max_document_tokens, batch_size=batch_size, bf16=bf16, device=device,
-            )
-            for name in models
-        ]  # fmt: skip
-        if out is not None:
-            write_whole(out / "horizon.json", json.dumps(results, indent=1) + "\n")
-            job.draw(results, out / "horizon.png")
+            )  # fmt: skip
+            results.append(found)
+            if out is not None:
+                job.write(results, out)
         typer.echo(json.dumps(results) if as_json else "\n\n".join(map(job.markdown, results)))
 
 

@@ -23,6 +23,7 @@ Pooling = Literal["mean", "max", "attention"]
 PooledLayers = Literal["all", "last", "below"]
 PRESETS = ("paper", "kept")
 SINKS = 4  # of the preset "kept"
+_POOLED = ("pooling", "pooled_layers", "hidden_sizes", "residual", "insert_at", "state_per_layer", "init_std")
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,21 @@ class RecurrenceConfig:
             plain = cls(**others)  # which checks them
             ahead = plain.window - len(plain.prefix) - len(plain.suffix) - plain.overlap
             half = min(plain.window // 2, ahead)
-            sinks = fields.get("sinks", min(SINKS, half // 2) if fields.get("kept") != 0 else 0)
+            sinks = fields.get("sinks", min(SINKS, half // 2))
             if not _is_int(sinks) or sinks < 0:
                 raise _wrong("sinks", sinks, "an integer of at least 0")
+            if fields.get("kept") == 0:
+                raise ValueError("preset 'kept' with kept=0 would carry nothing. Leave kept out, or use 'paper'.")
+            if "kept" not in fields and sinks >= max(half, 1):
+                raise ValueError(
+                    f"sinks={sinks} leaves nothing of the half window ({half}) to keep. Give kept as well."
+                )
+            useless = [key for key in fields if key in _POOLED and not fields.get("slots")]
+            if useless:
+                told = ", ".join(useless)
+                raise ValueError(
+                    f"{told} is about what is pooled, and preset 'kept' pools nothing: give slots as well."
+                )
             fields = {"slots": 0, "kept": max(half - sinks, 1), "sinks": sinks, **fields}
         return cls(**fields)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from . import checks
 from .data.encoding import check_text, tokens_of
 from .data.progress import Progress, bar
-from .data.samples import pad
+from .data.samples import by_length, pad
 from .heads import RecurrentModel
 from .modeling import RecurrentPreTrainedModel, evaluating
 from .state import State
@@ -152,9 +152,8 @@ def _read(
     behind the piece; with `states_only` no vectors, and at last the state of the whole document."""
     recurrence = model.config.recurrence
     stride = recurrence.window - len(recurrence.prefix) - len(recurrence.suffix) - overlap
-    order = sorted((i for i in range(len(ids)) if len(ids[i])), key=lambda i: -len(ids[i]))
-    for first in range(0, len(order), batch_size):
-        rows, state = order[first : first + batch_size], None
+    for rows in by_length([len(one) for one in ids], batch_size):
+        state: State | None = None
         start, stop = 0, step * stride + overlap + 1  # a window is complete with the token behind it
         while rows:
             going_on = [row for row, i in enumerate(rows) if len(ids[i]) > stop]

@@ -20,6 +20,7 @@ from .data.corpora import open_corpus
 from .data.documents import tokenise
 from .evaluation import Perplexity, check_positions, perplexity
 from .flops import flops_per_token
+from .insertion import is_supported
 from .loading import Loaded, load_causal, usable_device
 from .modeling import RecurrentPreTrainedModel
 from .provenance import provenance
@@ -103,10 +104,9 @@ def evaluate(
 
 
 def _flops(loaded: Loaded, window: int, overlap: int, use_state: bool) -> dict[str, float | None]:
-    try:
-        return dataclasses.asdict(flops_per_token(loaded.model.config, window, overlap, use_state=use_state))
-    except ValueError:  # a plain model of a type whose inside is not known
+    if not loaded.recurrent and not is_supported(loaded.model.config):
         return {"base": None, "recurrence": None, "vocabulary": None}
+    return dataclasses.asdict(flops_per_token(loaded.model.config, window, overlap, use_state=use_state))
 
 
 def _ratios(score: Perplexity) -> dict[str, float | None]:
@@ -118,12 +118,9 @@ def _ratios(score: Perplexity) -> dict[str, float | None]:
 def _reader(loaded: Loaded, window: int) -> PreTrainedModel:
     """A plain model inside a recurrent one, whose state is never used: its windows are then run as fast as those of
     others. As it is where its type is not supported."""
-    if loaded.recurrent:
+    if loaded.recurrent or not is_supported(loaded.model.config):
         return loaded.model
-    try:
-        return add_recurrence(loaded.model, window=window)
-    except ValueError:
-        return loaded.model
+    return add_recurrence(loaded.model, window=window, insert_at=1)
 
 
 def _reading(loaded: Loaded, window: int | None) -> tuple[int, int | None]:

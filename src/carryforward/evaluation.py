@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import windows
-from .data.samples import collate, cut, sample
+from . import checks, windows
+from .data.samples import by_length, collate, cut, sample
 from .heads import RecurrentForCausalLM
 from .modeling import RecurrentPreTrainedModel, evaluating
 from .reading import IGNORE
+from .state import State
 
 WINDOWS_PER_CALL = 16  # how much of each document one call reads; only speed and the progress bar notice
 
@@ -131,11 +132,7 @@ def _alone(
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     for batch in _batches(documents, window, overlap, 1, batch_size):
-        if not 0 <= int(batch["input_ids"].min()) <= (largest := int(batch["input_ids"].max())) < vocabulary:
-            raise ValueError(
-                f"documents hold the token id {largest}; the model's vocabulary has ids from 0 to {vocabulary - 1}. "
-                "Use the tokenizer that belongs to the model."
-            )
+        checks.vocabulary(batch["input_ids"], batch["attention_mask"], vocabulary)
         ids, labels = batch["input_ids"].to(model.device), batch["labels"][:, 1:]
         first = int((labels != IGNORE).any(dim=0).nonzero()[0])  # nothing before is scored
         # padding stands on the right, where no token of a causal model sees it
@@ -160,9 +157,8 @@ def _streams(
     """Whole documents side by side, a few windows of each at a time, the state carried on."""
     stride = model.config.recurrence.window - overlap
     step = WINDOWS_PER_CALL * stride
-    order = sorted((i for i in range(len(documents)) if len(documents[i]) > 1), key=lambda i: -len(documents[i]))
-    for begin in range(0, len(order), batch_size):
-        rows, state = order[begin : begin + batch_size], None
+    for rows in by_length([len(document) for document in documents], batch_size, least=2):
+        state: State | None = None
         start, stop = 0, step + overlap + 1  # a window is complete with the target just behind it
         while rows:
             batch = collate([sample(documents[i], start, stop, max(start, 1)) for i in rows])

@@ -2,9 +2,12 @@
 """The perplexity-FLOPs figure: lines in, a matplotlib figure out. What the lines mean is `report`'s."""
 
 import math
+import os
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from typing import Any
+
+from .files import written_whole
 
 Point = tuple[float, float, str]  # FLOPs, perplexity, label
 
@@ -40,6 +43,12 @@ def empty(count: int) -> tuple[Any, Any]:
         raise ImportError("figure needs matplotlib: pip install carryforward[figures]") from error
     drawn = Figure(figsize=(7.2 * count, 4.6), dpi=160, layout="constrained")
     return drawn, drawn.subplots(1, count, squeeze=False)[0]
+
+
+def save(drawn: Any, path: str | os.PathLike) -> None:
+    """Write a figure, whole or not at all."""
+    with written_whole(path) as beside:
+        drawn.savefig(beside)
 
 
 def dress(axes: Any, title: str, across: str, up: str = "word perplexity") -> None:

@@ -80,15 +80,15 @@ class _TokenModel(RecurrentPreTrainedModel):
         def start(cell: Cell) -> int:
             if self._small:
                 return 0
-            return reading.scored(cell)[0] if reading.labels is not None else kept.first[id(cell)]
+            return reading.scored_from(cell) if reading.labels is not None else kept.first[id(cell)]
 
         def emit(cell: Cell, scores: Tensor) -> bptt.Emission:
             begin = start(cell)
             given = kept.of(cell, scores, begin)
             if reading.labels is None:
                 return (given,)
-            first, targets = reading.scored(cell)
-            return losses.nll_sum(scores[:, first - begin :], targets), given
+            first = reading.scored_from(cell)
+            return losses.nll_sum(scores[:, first - begin :], reading.targets(cell, first)), given
 
         # before the windows: afterwards their gradients take the room
         n_scored = None if reading.labels is None else reading.count_scored()

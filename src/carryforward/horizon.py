@@ -8,7 +8,10 @@ The result is plain JSON. Gains are nats per token: what the state's removal cos
      "positions": [{"from": 0, "to": 10, "gain": 0.3, "tokens": 3000}, ...], "windows": [...]}
 """
 
-from itertools import pairwise
+import json
+import logging
+from collections.abc import Sequence
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,17 @@ import torch
 from . import console, windows
 from .data.corpora import open_corpus
 from .data.documents import tokenise
-from .figure import COLOURS, dress, empty
+from .figure import COLOURS, dress, empty, save
+from .files import write_whole
 from .loading import load_causal, usable_device
 from .provenance import provenance
 from .scoring import horizon, token_losses
 
+logger = logging.getLogger(__name__)
+
 DEPTHS = (0, 1, 2, 4, 8)
 _POSITIONS = 30  # points of the figure
-_WINDOWS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
+_WINDOWS = (1, 2, *(2**power + 1 for power in range(1, 31)))  # each stretch as long as all before it
 
 
 def survey(
@@ -63,6 +69,7 @@ def survey(
     return {
         "kind": "horizon",
         **provenance(device),
+        "settings": {"batch_size": batch_size, "bf16": bf16},
         "model": name,
         "window": recurrence.window,
         "overlap": recurrence.overlap,
@@ -111,10 +118,19 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
+def write(results: list[dict[str, Any]], folder: Path) -> None:
+    """Write horizon.json and, where there is matplotlib, horizon.png."""
+    write_whole(folder / "horizon.json", json.dumps(results, indent=1) + "\n")
+    try:
+        draw(results, folder / "horizon.png")
+    except ImportError as error:
+        logger.warning("%s is left out: %s", folder / "horizon.png", error)
+
+
+def draw(results: list[dict[str, Any]], path: Path, colours: Sequence[str] = COLOURS) -> None:
     """Three panels: gain against how far back the state reaches, position in the window, and window number."""
     drawn, (far, place, number) = empty(3)
-    for result, colour in zip(results, COLOURS, strict=False):
+    for result, colour in zip(results, cycle(colours), strict=False):
         style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.8, "label": result["model"]}
         far.plot([one["windows"] for one in result["depths"]], [one["gain"] for one in result["depths"]], **style)
         for axes, points in ((place, result["positions"]), (number, result["windows"])):
@@ -129,4 +145,4 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         axes.set_xticks(ticks, map(str, ticks))
         axes.set_xticks([], minor=True)
     far.legend(fontsize=8.5, edgecolor="none")
-    drawn.savefig(path)
+    save(drawn, path)

@@ -196,17 +196,26 @@ _REFUSED_SETTINGS: dict[str, tuple[Any, str]] = {
 
 def architecture_of(config: Any) -> Architecture:
     """What is known of a base model, or a refusal that names the model and what is supported."""
+    refusal = _refusal(config)
+    if refusal is not None:
+        raise ValueError(refusal)
+    return ARCHITECTURES[config.model_type]
+
+
+def is_supported(config: Any) -> bool:
+    """Whether the inside of a base model is known."""
+    return _refusal(config) is None
+
+
+def _refusal(config: Any) -> str | None:
     if config.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"Recurrence cannot be added to a model of type {config.model_type!r}. "
-            f"Supported types: {', '.join(ARCHITECTURES)}."
-        )
-    architecture = ARCHITECTURES[config.model_type]
+        known = ", ".join(ARCHITECTURES)
+        return f"Recurrence cannot be added to a model of type {config.model_type!r}. Supported types: {known}."
     for name, (expected, reason) in _REFUSED_SETTINGS.items():
         value = getattr(config, name, None)
         if value not in (None, expected):
-            raise ValueError(f"Recurrence cannot be added to {config.model_type!r} with {name}={value!r}: {reason}.")
-    return architecture
+            return f"Recurrence cannot be added to {config.model_type!r} with {name}={value!r}: {reason}."
+    return None
 
 
 class Carry:

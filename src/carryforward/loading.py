@@ -20,15 +20,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from . import checkpoints, heads, question_answering
+from . import checkpoints, registration
 from .adding import add_recurrence
 from .configuration import RecurrentModelConfig
 from .insertion import architecture_of
 from .modeling import RecurrentPreTrainedModel
+from .question_answering import RecurrentForQuestionAnswering
 from .settings import BUNDLED
 
 _BUNDLED_FOLDER = Path(__file__).parent / "bundled"
-_FINDER = question_answering.RecurrentForQuestionAnswering.__name__
 RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
 
 
@@ -75,8 +75,7 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
     if isinstance(config, RecurrentModelConfig):
         if window not in (None, config.recurrence.window):
             raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
-        home = question_answering if config.architectures == [_FINDER] else heads
-        model = load_model(getattr(home, config.architectures[0]).from_pretrained, name)  # type: ignore[index]
+        model = load_model(registration.classes()[config.architectures[0]].from_pretrained, name)  # type: ignore[index]
         loaded = Loaded(name, model, tokenizer, _run_of(name))
     else:
         positions = architecture_of(config).positions(config)
@@ -91,7 +90,7 @@ def load_finder(name: str, *, window: int | None = None, device: str | None = No
     """Load a model that finds answers: a recurrent one, or a plain question-answering one, read in windows."""
     config, tokenizer = load_config(name), load_tokenizer(name)
     if isinstance(config, RecurrentModelConfig):
-        if config.architectures != [_FINDER]:
+        if config.architectures != [RecurrentForQuestionAnswering.__name__]:
             raise ValueError(
                 f"{name} is a {config.architectures}, which finds no answers. Use `carryforward qa train`."
             )
@@ -185,7 +184,9 @@ def _make_plain(model: PreTrainedModel) -> None:
 
 
 def _run_of(name: str) -> dict[str, Any] | None:
-    for folder in (Path(name), Path(name).parent):  # a run, or one of its checkpoints
+    path = Path(name)
+    is_checkpoint = path.is_dir() and path in checkpoints.of_run(path.parent)
+    for folder in (path, path.parent) if is_checkpoint else (path,):
         if name != BUNDLED and (folder / RUN_FILE).is_file():
             try:
                 record = json.loads((folder / RUN_FILE).read_text())

@@ -86,7 +86,8 @@ class Program(bptt.Program):
                 carried = torch.where(reading.index(cell.cut)[:, None], carried.detach(), carried)
         start, targets = 0, None
         if head:
-            start, targets = reading.scored(cell) if self.emit is None else (self.emit.start(cell), None)
+            start = reading.scored_from(cell) if self.emit is None else self.emit.start(cell)
+            targets = reading.targets(cell, start) if self.emit is None else None
         outputs = head and self.emit is not None
         work = Work(
             *reading.inputs(cell), *reading.fronts(cell), carried, targets, start, outputs, tuple(pooled),

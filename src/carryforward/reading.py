@@ -243,29 +243,27 @@ class Reading:
         leads = self._numbers(cell)[2]
         return leads, (torch.arange(cell.width, device=leads.device) >= leads).long() if self.typed else None
 
-    def targets(self, cell: Cell) -> Tensor:
-        """For each position the label it is scored on, or -100, [b, width]."""
+    def scored_from(self, cell: Cell) -> int:
+        """The first position that any window of a cell is scored at."""
+        return min(begin for begin, _ in self._spans(cell))
+
+    def targets(self, cell: Cell, start: int) -> Tensor:
+        """For each position from `start` on the label it is scored on, or -100, [b, width - start]."""
         assert self.labels is not None
+        spans, aligned = self._spans(cell), self._aligned(cell)
+        if self.causal and not self.outputs and aligned is not None and set(spans) == {(start, spans[0][1])}:
+            stop = spans[0][1]  # one stretch of the labels, as they are
+            labels = self.labels[:, aligned + start + 1 : aligned + stop + 1]
+            return labels if stop == cell.width else pad(labels, (0, cell.width - stop), value=IGNORE)
         columns, _ = self._columns(cell, ahead=int(self.causal))
         labels = self.labels[self._numbers(cell)[0], columns]
         position = torch.arange(cell.width, device=labels.device)
-        spans = self.index(self._spans(cell))
-        scored = (position >= spans[:, :1]) & (position < spans[:, 1:])
+        begins, ends = self.index(spans).split(1, dim=1)
+        scored = (position >= begins) & (position < ends)
         if self.causal and self.outputs:  # the output at the last token has no target
-            ends = self.index([self.length[r] - w.start for r, w in zip(cell.rows, cell.windows, strict=True)])
-            scored &= position + 1 < ends[:, None]
-        return labels.masked_fill(~scored, IGNORE)
-
-    def scored(self, cell: Cell) -> tuple[int, Tensor]:
-        """The first position that any window of a cell is scored at, and the targets from there on."""
-        spans = set(self._spans(cell))
-        start, begin = min(span[0] for span in spans), self._aligned(cell)
-        if begin is None or len(spans) > 1 or self.outputs or not self.causal:
-            return start, self.targets(cell)[:, start:]
-        assert self.labels is not None
-        stop = spans.pop()[1]
-        targets = self.labels[:, begin + start + 1 : begin + stop + 1]
-        return start, targets if stop == cell.width else pad(targets, (0, cell.width - stop), value=IGNORE)
+            last = self.index([self.length[r] - w.start for r, w in zip(cell.rows, cell.windows, strict=True)])
+            scored &= position + 1 < last[:, None]
+        return labels.masked_fill(~scored, IGNORE)[:, start:]
 
     def _spans(self, cell: Cell) -> list[tuple[int, int]]:
         """For each window the positions whose outputs it answers for."""

@@ -9,8 +9,24 @@ import importlib.abc
 import importlib.machinery
 import sys
 from types import ModuleType
+from typing import Any
 
 _AUTO = "transformers.models.auto.modeling_auto"
+
+
+def classes() -> dict[str, Any]:
+    """The recurrent models, by the names that saved configs have."""
+    from . import heads, question_answering
+
+    found = (
+        heads.RecurrentForCausalLM,
+        heads.RecurrentForMaskedLM,
+        question_answering.RecurrentForQuestionAnswering,
+        heads.RecurrentForSequenceClassification,
+        heads.RecurrentForTokenClassification,
+        heads.RecurrentModel,
+    )
+    return {cls.__name__: cls for cls in found}
 
 
 def register() -> None:
@@ -18,18 +34,10 @@ def register() -> None:
     import transformers
     from transformers import AutoConfig
 
-    from . import heads, question_answering
     from .configuration import RecurrentModelConfig
 
     AutoConfig.register(RecurrentModelConfig.model_type, RecurrentModelConfig, exist_ok=True)
-    for cls in (
-        heads.RecurrentForCausalLM,
-        heads.RecurrentForMaskedLM,
-        question_answering.RecurrentForQuestionAnswering,
-        heads.RecurrentForSequenceClassification,
-        heads.RecurrentForTokenClassification,
-        heads.RecurrentModel,
-    ):
+    for cls in classes().values():
         getattr(transformers, cls.auto_class).register(RecurrentModelConfig, cls, exist_ok=True)
 
 

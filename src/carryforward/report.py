@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from .figure import Line, Point, draw
-from .files import write_whole, written_whole
+from .figure import save as save_figure
+from .files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -184,8 +185,7 @@ def figure(results: list[Result], path: str | os.PathLike) -> Any:
         the matplotlib figure that was saved.
     """
     drawn = draw({title: _lines(models) for title, models in _by_data(results).items()})
-    with written_whole(Path(path)) as file:
-        drawn.savefig(file)
+    save_figure(drawn, path)
     return drawn
 
 

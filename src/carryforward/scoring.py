@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import bptt, checks
-from .data.samples import collate, sample
+from .data.samples import by_length, collate, sample
 from .heads import RecurrentForCausalLM
 from .modeling import evaluating
 from .program import Emit, Program
@@ -76,7 +76,7 @@ def score(
         progress: called with the number of tokens just scored.
     """
     overlap = _overlap(model, overlap)
-    order = sorted((i for i in range(len(documents)) if len(documents[i]) > 1), key=lambda i: -len(documents[i]))
+    batches = by_length([len(document) for document in documents], batch_size, least=2)
 
     def read(rows: list[int]) -> None:
         batch = collate([sample(documents[i], 0, len(documents[i]), 0) for i in rows])
@@ -91,21 +91,22 @@ def score(
             return (logits.float(), *carry.paid.values()), model._states(carry, work)
 
         def emit(cell: Cell, logits: Tensor, *paid: Tensor) -> bptt.Emission:
-            start, targets = reading.scored(cell)
+            start = reading.scored_from(cell)
+            targets = reading.targets(cell, start).to(logits.device)
             attention = {layer: weights[:, :, start:] for layer, weights in zip(layers, paid, strict=True)}
-            take(Scored([rows[row] for row in cell.rows], cell.windows, logits, targets.to(logits.device), attention))
+            take(Scored([rows[row] for row in cell.rows], cell.windows, logits, targets, attention))
             progress(sum(window.score_to - window.score_from for window in cell.windows))
             return ()
 
         layers: list[int] = []  # that are watched
-        program = Program(model, reading, Emit(emit, lambda cell: reading.scored(cell)[0]), window=window)
+        program = Program(model, reading, Emit(emit, reading.scored_from), window=window)
         table = model._table(reading.before)
         for cell in reading.cells:
             _, table = program.advance(cell, table, head=True)
 
     with evaluating(model), torch.inference_mode():
-        for begin in range(0, len(order), batch_size):
-            read(order[begin : begin + batch_size])
+        for rows in batches:
+            read(rows)
 
 
 def token_losses(

@@ -14,7 +14,7 @@ import torch
 from sentence_transformers.base.modules import InputModule
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
-from . import heads
+from . import registration
 from .adding import add_recurrence
 from .configuration import RecurrentModelConfig
 from .data.samples import pad
@@ -50,7 +50,7 @@ class RecurrentTransformer(InputModule):
             config = AutoConfig.from_pretrained(model)
             untrained = not isinstance(config, RecurrentModelConfig)
             # with the head it was saved with: left out on loading, transformers would list its weights as a mistake
-            load: Any = AutoModel if untrained else getattr(heads, config.architectures[0])
+            load: Any = AutoModel if untrained else registration.classes()[config.architectures[0]]
             model = loaded = load.from_pretrained(model)
             if untrained:
                 model, fields = add_recurrence(loaded, tokenizer=tokenizer, **fields), {}

@@ -6,13 +6,14 @@ Nothing heavy is imported here, so that `--help` answers at once.
 
 import json
 import math
-from dataclasses import MISSING, asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from .data.corpora import PYTHON_DOCS
 
 FAST_PATHS = ("auto", "compiled", "off")
 BUNDLED = "bundled"  # the model that comes with the package
+_RECURRENCE = "Recurrence (the paper's by default)"
 
 
 def _setting(default: Any, help: str, panel: str | None) -> Any:
@@ -24,7 +25,7 @@ def _data(default: Any, help: str) -> Any:
 
 
 def _recurrence(default: Any, help: str) -> Any:
-    return _setting(default, help, "Recurrence (the paper's by default)")
+    return _setting(default, help, _RECURRENCE)
 
 
 def _training(default: Any, help: str) -> Any:
@@ -44,12 +45,12 @@ class RecurrentSettings:
     )
 
     recurrence: bool = _recurrence(True, "--no-recurrence trains the plain model in the same loop.")
-    preset: str | None = _recurrence(None, "paper, or kept: keys and values of half a window (paper).")
+    preset: str | None = _recurrence(None, "paper, or kept: keys and values of half a window, which gains more.")
     window: int | None = _recurrence(None, "Tokens read at once (300).")
     overlap: int | None = _recurrence(None, "Tokens that consecutive windows share (0).")
-    slots: int | None = _recurrence(None, "Vectors carried (1).")
-    kept: int | None = _recurrence(None, "Newest positions whose keys and values are carried (0).")
-    sinks: int | None = _recurrence(None, "A document's first positions, whose are carried too (0).")
+    slots: int | None = _recurrence(None, "Vectors carried (1; kept: 0).")
+    kept: int | None = _recurrence(None, "Newest positions whose keys and values are carried (0; kept: half a window).")
+    sinks: int | None = _recurrence(None, "A document's first positions, whose are carried too (0; kept: 4).")
     insert_at: tuple[str, ...] | None = _recurrence(None, "Layers the state enters, from 1, or all (2).")
     pooling: str | None = _recurrence(None, "mean, max or attention (mean).")
     pooled_layers: str | None = _recurrence(None, "all, last, or below (all).")
@@ -66,12 +67,11 @@ class RecurrentSettings:
 
     def recurrence_fields(self) -> dict[str, Any]:
         """The fields of `RecurrenceConfig` that were given."""
-        names = ("window", "overlap", "slots", "kept", "sinks", "pooling", "pooled_layers", "hidden_sizes",
-                 "residual", "init_std", "state_per_layer", "bptt_windows")  # fmt: skip
+        names = [one.name for one in fields(self) if one.metadata["panel"] == _RECURRENCE]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.keep_windows is not None:
-            given["keep_windows"] = _windows(self.keep_windows)
-        return given if self.insert_at is None else {**given, "insert_at": _layers(self.insert_at)}
+        read: dict[str, Any] = {"keep_windows": _windows, "insert_at": _layers}
+        return {name: read[name](value) if name in read else value for name, value in given.items()
+                if name not in ("recurrence", "preset")}  # fmt: skip
 
 
 @dataclass(frozen=True)

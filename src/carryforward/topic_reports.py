@@ -29,7 +29,7 @@ from .continuations import RECURRENT, TEXT, Continuations, continued
 from .data.corpora import open_corpus
 from .data.progress import Progress, bar
 from .data.texts import Corpus
-from .figure import COLOURS, dress, empty
+from .figure import COLOURS, dress, empty, save
 from .files import write_whole
 from .loading import usable_device
 from .provenance import provenance
@@ -193,4 +193,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
     dress(differences, "Recurrent against the others, context by context", "difference in nats; shaded: its mean",
           "contexts")  # fmt: skip
     differences.legend(fontsize=8.5, edgecolor="none")
-    drawn.savefig(path)
+    save(drawn, path)

@@ -41,6 +41,18 @@ def sample(document: Any, start: int, stop: int, score_from: int) -> dict[str, T
     return {"input_ids": ids, "labels": labels}
 
 
+def by_length(lengths: Sequence[int], batch_size: int, least: int = 1) -> list[list[int]]:
+    """Documents to be read side by side, by number, the longest first; those shorter than `least` are left out.
+
+    >>> by_length([3, 0, 9, 4], batch_size=2)
+    [[2, 3], [0]]
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1.")
+    order = sorted((i for i, length in enumerate(lengths) if length >= least), key=lambda i: -lengths[i])
+    return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
+
+
 class Samples(Dataset):
     """All samples of a set of documents, in their order; the one past the end is empty and fills up a last batch."""
 

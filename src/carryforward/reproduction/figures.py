@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..figure import Line, draw, dress, empty
-from ..files import written_whole
+from ..figure import Line, draw, dress, empty, save
 from .tables import BESIDE, Row, mean, split
 
 
@@ -25,8 +24,7 @@ def write(kind: str, rows: Sequence[Row], stem: Path) -> list[Path]:
     paths = []
     for ending, figure in made.items():
         paths.append(stem.with_name(f"{stem.name}{ending}.png"))
-        with written_whole(paths[-1]) as file:
-            figure.savefig(file)
+        save(figure, paths[-1])
     return paths
 
 

@@ -67,6 +67,7 @@ def _claims(folder: Path) -> str:
         }
         settings[path.stem] = Results(**parts)
         texts = [f"{name} on {part.rows[0].title}" for name, part in parts.items() if part.rows]
+        texts += [f"the state of {name} at layer {at}" for name in (_TABLE2, _WINDOWS) for at in _layers(found[name])]
         seeds = sorted({row.seed for part in parts.values() for row in part.rows})
         trained = ". The models scored on WikiText were trained on books" * (articles is found[_TABLE2])
         notes.append(f"* {path.stem}: {'; '.join(texts)}; seeds {', '.join(map(str, seeds))}{trained}.")
@@ -86,6 +87,12 @@ def _find(folder: Path, what: str, setting: str) -> Found:
     except ValueError as error:
         logger.warning("%s counts for no claim: %s", path, error)
         return _NOTHING
+
+
+def _layers(found: Found) -> list[str]:
+    """Where states enter, if not where the paper's does."""
+    given = [run["settings"]["insert_at"] for run in found.runs.values() if run["settings"]["recurrence"]]
+    return sorted({", ".join(map(str, layers)) for layers in given if layers})
 
 
 def _part(found: Found, beside: bool) -> Part:

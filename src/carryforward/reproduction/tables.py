@@ -156,15 +156,18 @@ def windows(rows: Sequence[Row]) -> str:
 
 
 def variants(rows: Sequence[Row]) -> str:
-    """One line a cell, against the plain model."""
-    lines = [["variant", "overlap", "FLOPs/token", "word perplexity", "against plain", "state removed"]]
-    plain = {row.overlap: [r for r in rows if not r.recurrent and r.overlap == row.overlap] for row in rows}
+    """One line a cell, against the plain model at the same overlap and, if it is scored at several, at the greatest."""
+    first = next((row.label for row in rows if not row.recurrent), None)
+    plain = {row.overlap: [r for r in rows if (r.label, r.overlap) == (first, row.overlap)] for row in rows}
+    most = max((row.overlap for row in rows if row.label == first), default=0)
+    dearest = [f"against plain at {most}"] * (most > 0)
+    lines = [["variant", "overlap", "FLOPs/token", "word perplexity", "against plain", *dearest, "state removed"]]
     for label, overlap in dict.fromkeys((row.label, row.overlap) for row in rows):
         here = [row for row in rows if (row.label, row.overlap) == (label, overlap)]
         kept = [row for row in here if not row.control]
-        beside = change(kept, plain[overlap]) if kept[0].recurrent else ""
+        beside = [change(kept, plain[at]) if label != first else "" for at in (overlap, *[most] * (most > 0))]
         removed = told([row for row in here if row.control])
-        lines.append([label, f"{overlap}", flops(kept), told(kept), beside, removed])
+        lines.append([label, f"{overlap}", flops(kept), told(kept), *beside, removed])
     return _table(lines)
 
 
@@ -224,8 +227,8 @@ def searches(runs: dict[str, dict[str, Any]]) -> str:
 def origin(runs: dict[str, dict[str, Any]]) -> str:
     """Where numbers come from, in a sentence."""
     records = list(runs.values())
-    tokens = sorted({record["tokens"] for record in records})
-    trained = f"{tokens[0] / 1e6:.1f} M" + (f" to {tokens[-1] / 1e6:.1f} M" if len(tokens) > 1 else "")
+    tokens = sorted(record["tokens"] for record in records)
+    trained = " to ".join(dict.fromkeys(f"{some / 1e6:.1f} M" for some in (tokens[0], tokens[-1])))
     trials = sum(len(record["search"]) for record in records)
     hardware = sorted({record["hardware"].get("gpu") or record["hardware"]["cpu"] for record in records})
     commits = sorted({_short(record["commit"]) for record in records})
@@ -235,7 +238,7 @@ def origin(runs: dict[str, dict[str, Any]]) -> str:
         f"{len(records)} models, each trained on {trained} tokens"
         + (f", and {trials} trials before them" if trials else "")
         + f"; {minutes:.0f} minutes of training in all on {', '.join(hardware)}; seeds {', '.join(map(str, seeds))}; "
-        f"commit {', '.join(commits)}."
+        f"commit {', '.join(commits)}." + " ± is half of what lies between the seeds." * (len(seeds) > 1)
     )
 
 
