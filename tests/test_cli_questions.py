@@ -165,7 +165,7 @@ def test_what_goes_wrong_is_said(home, trained, tmp_path):
     other = command(home, "--out", tmp_path / "own")
     other[other.index(home / "questions.json")] = tmp_path / "other.json"
     assert "neither HotpotQA's nor SQuAD's" in fail(*other, code=2)
-    assert "finds answers already" in fail(
+    assert "is recurrent already, with window=" in fail(
         "qa", "train", "--model", trained, "--data", home / "few.json", "--validation-data", home / "few.json",
         "--window", 30, "--out", tmp_path / "own", code=2,
     )  # fmt: skip

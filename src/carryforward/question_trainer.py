@@ -2,13 +2,12 @@
 """Training to find answers, on Hugging Face's `Trainer`: questions in, exact match and F1 as validation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import TrainingArguments
 
 from .answer_scores import percent, score_all
 from .answering import Asked, answer_all, ask
@@ -16,30 +15,20 @@ from .data.questions import Question
 from .data.samples import pad
 from .question_answering import KINDS, RecurrentForQuestionAnswering
 from .reading import IGNORE
-from .whole_trainer import WholeTrainer
+from .whole_trainer import WholeTrainer, WholeTrainingArguments
 
 
 @dataclass
-class QuestionTrainingArguments(TrainingArguments):
+class QuestionTrainingArguments(WholeTrainingArguments):
     """`TrainingArguments` with what question answering needs; the defaults are the paper's where it says something."""
-
-    recurrence_learning_rate: float | None = field(
-        default=None, metadata={"help": "of the recurrence module; None is the learning rate of the base model"}
-    )
-    use_state: bool = field(default=True, metadata={"help": "False trains the plain model, every window alone"})
 
     learning_rate: float = 2e-5
     num_train_epochs: float = 4.0
     warmup_steps: float = 0.1  # of all
-    logging_steps: float = 10
     eval_strategy: str = "epoch"
     save_strategy: str = "epoch"
-    save_total_limit: int | None = 2
-    load_best_model_at_end: bool = True
     metric_for_best_model: str | None = "f1"
     greater_is_better: bool | None = True
-    remove_unused_columns: bool = False
-    ddp_find_unused_parameters: bool | None = False  # every trained parameter has a gradient in every step
 
 
 class QuestionTrainer(WholeTrainer):
@@ -66,9 +55,6 @@ class QuestionTrainer(WholeTrainer):
         self.lost = [question.id for question, sample in zip(train_dataset, found, strict=True) if sample is None]
         if len(self.lost) == len(found):
             raise ValueError(f"none of {len(train_dataset)} questions has an answer in its document.")
-        if eval_dataset is None:
-            args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
-        model.recurrence.requires_grad_(args.use_state)
         super().__init__(
             model, args, data_collator=_collate,
             train_dataset=[sample for sample in found if sample is not None],  # type: ignore[arg-type]
@@ -107,9 +93,7 @@ class QuestionTrainer(WholeTrainer):
             )  # fmt: skip
         exact, f1 = percent(score_all(questions, [answers[0].text for answers in found]))
         metrics = {f"{metric_key_prefix}_exact": exact, f"{metric_key_prefix}_f1": f1}
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return self._tell(metrics)
 
 
 def _sample(asked: Asked) -> dict[str, Any] | None:

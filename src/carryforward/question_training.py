@@ -9,21 +9,20 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForQuestionAnswering, EarlyStoppingCallback, set_seed
 
-from . import checkpoints, console
+from . import console
 from .adding import add_recurrence
 from .callbacks import StopGently, show
 from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.encoding import tokens_of
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
+from .finishing import check_same, finish, train_to_the_end
 from .loading import load_config, load_finder, load_model, load_tokenizer
 from .places import measure_places, needs_places
-from .provenance import provenance
 from .question_answering import RecurrentForQuestionAnswering
 from .question_trainer import QuestionTrainer, QuestionTrainingArguments
 from .runs import Run
 from .settings import QuestionSettings
-from .training import train_to_the_end
 
 _HELD_OUT = 20  # one document of so many is for validation
 
@@ -56,24 +55,9 @@ def train_answers(
     stop = StopGently()
     with stop.listening(signal.SIGINT, signal.SIGTERM):
         train_to_the_end(trainer, run, stop)
-    if arguments.should_save:
-        with checkpoints.written_beside(out) as beside:
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(beside)
-            tokenizer.save_pretrained(beside)
     history = [entry for entry in trainer.state.log_history if "eval_f1" in entry]
-    run.finish(
-        {
-            **provenance(str(arguments.device)),
-            "steps": trainer.state.global_step,
-            "questions": len(train),
-            "lost": trainer.lost,
-            "best_step": trainer.state.best_global_step,
-            "best_f1": trainer.state.best_metric,
-            "history": history,
-        }
-    )
-    trainer.accelerator.wait_for_everyone()
-    return run.record
+    outcome = {"questions": len(train), "lost": trainer.lost, "best_f1": trainer.state.best_metric, "history": history}
+    return finish(trainer, run, trainer.accelerator.unwrap_model(trainer.model), tokenizer, outcome)
 
 
 def _questions(settings: QuestionSettings) -> tuple[list[Question], list[Question]]:
@@ -103,11 +87,7 @@ def _model(settings: QuestionSettings, tokenizer: Any) -> RecurrentForQuestionAn
     config, fields = load_config(settings.model), settings.recurrence_fields()
     if isinstance(config, RecurrentModelConfig):
         loaded: Any = load_finder(settings.model, device="cpu").model
-        own = {name: getattr(loaded.config.recurrence, name) for name in fields}
-        differing = [f"{name}={own[name]}" for name, value in fields.items() if own[name] != value]
-        if differing or settings.preset is not None:
-            told = ", ".join(differing) or "a recurrence"
-            raise ValueError(f"{settings.model} finds answers already, with {told}. Leave these settings out.")
+        check_same(loaded, settings)
         return loaded
     has_head = any("ForQuestionAnswering" in one for one in config.architectures or [])
     plain = load_model((AutoModelForQuestionAnswering if has_head else AutoModel).from_pretrained, settings.model)

@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from .data.samples import Lanes, Order, Samples, collate
 from .evaluation import Perplexity, perplexity
 from .heads import RecurrentForCausalLM
 from .reading import IGNORE
 from .state import State
-from .whole_trainer import WholeTrainer
+from .whole_trainer import WholeTrainer, WholeTrainingArguments
 
 NEVER = 10**12  # steps: intervals are counted in tokens
 
 
 @dataclass
-class RecurrentTrainingArguments(TrainingArguments):
+class RecurrentTrainingArguments(WholeTrainingArguments):
     """`TrainingArguments` with the paper's protocol as defaults: Adam, 100 steps of warm-up and then constant, two
     epochs, validation every 2 million tokens with the best kept, the base model trained too. Tokens are scored ones."""
 
@@ -37,32 +37,23 @@ class RecurrentTrainingArguments(TrainingArguments):
     train_tokens: int | None = field(default=None, metadata={"help": "stop after so many tokens instead of epochs"})
     eval_tokens: int = field(default=2_000_000, metadata={"help": "validate and save every so many tokens"})
     save_tokens: int | None = field(default=None, metadata={"help": "save every so many tokens as well"})
-    recurrence_learning_rate: float | None = field(
-        default=1e-3, metadata={"help": "of the recurrence module; None is the learning rate of the base model"}
-    )
     freeze_base: bool = field(default=False, metadata={"help": "train the recurrence module alone"})
-    use_state: bool = field(default=True, metadata={"help": "False trains the plain model: every window stands alone"})
-
     carry_state: bool = field(
         default=False, metadata={"help": "start a sample with the state of the one before, without its gradient"}
     )
 
+    recurrence_learning_rate: float | None = 1e-3
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
     num_train_epochs: float = 2
     lr_scheduler_type: str = "constant_with_warmup"
     warmup_steps: float = 100
-    logging_steps: float = 10
     eval_strategy: str = "steps"
     eval_steps: float | None = NEVER
     save_strategy: str = "steps"
     save_steps: float = NEVER
-    save_total_limit: int | None = 2
-    load_best_model_at_end: bool = True
     metric_for_best_model: str | None = "word_perplexity"
     greater_is_better: bool | None = False
-    remove_unused_columns: bool = False
-    ddp_find_unused_parameters: bool | None = False  # every trained parameter has a gradient in every step
 
     def __post_init__(self) -> None:
         for name in ("windows_per_sample", "eval_tokens", "train_tokens", "save_tokens"):
@@ -103,10 +94,7 @@ class RecurrentTrainer(WholeTrainer):
         self.samples = Samples(
             train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample, in_pieces=args.carry_state
         )
-        if eval_dataset is None:
-            args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
         model.base.requires_grad_(not args.freeze_base)
-        model.recurrence.requires_grad_(args.use_state)
         self.global_batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         rows, seed = args.train_batch_size * args.world_size, args.seed if args.data_seed is None else args.data_seed
         self.order = Lanes(self.samples, rows, seed) if args.carry_state else Order(len(self.samples), rows, seed)
@@ -198,9 +186,7 @@ class RecurrentTrainer(WholeTrainer):
         }
         if score.bytes:
             metrics[f"{metric_key_prefix}_bits_per_byte"] = score.bits_per_byte
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return self._tell(metrics)
 
     def _perplexity(self, documents: Any) -> Perplexity:
         """Over all processes: each reads its share of the documents, and the sums add up."""

@@ -5,11 +5,9 @@ Several learning rates are tried first, briefly, and the best by validation is u
 """
 
 import dataclasses
-import gc
 import itertools
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,14 @@ from .callbacks import StopGently, show
 from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.corpora import available_splits, open_corpus
 from .data.documents import Documents, tokenise
+from .finishing import check_same, finish, free, train_to_the_end
 from .heads import RecurrentForCausalLM
 from .loading import Loaded, load_causal, load_config, load_tokenizer
 from .places import measure_places, needs_places
-from .provenance import provenance
 from .runs import Run
 from .settings import TrainSettings
 from .trainer import RecurrentTrainer, RecurrentTrainingArguments
-from .whole_trainer import NonFiniteLoss, WholeTrainer
-
-
-class Interrupted(KeyboardInterrupt):
-    """Training was stopped from outside; everything up to here is saved."""
+from .whole_trainer import NonFiniteLoss
 
 
 def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cpu: bool = False) -> dict[str, Any]:
@@ -71,14 +65,8 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
     with stop.listening(signal.SIGINT, signal.SIGTERM):
         trainer = job(_search(settings, run, job, stop), out)
         train_to_the_end(trainer, run, stop)
-    if begin.should_save:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        with checkpoints.written_beside(out) as beside:
-            (model if settings.recurrence else model.base).save_pretrained(beside)
-            tokenizer.save_pretrained(beside)
-    run.finish(_outcome(trainer))
-    trainer.accelerator.wait_for_everyone()
-    return run.record
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return finish(trainer, run, model if settings.recurrence else model.base, tokenizer, _outcome(trainer))
 
 
 def _outcome(trainer: RecurrentTrainer) -> dict[str, Any]:
@@ -86,10 +74,7 @@ def _outcome(trainer: RecurrentTrainer) -> dict[str, Any]:
     for entry in history:
         entry["tokens"] = trainer.tokens_after(int(entry["step"]))
     return {
-        **provenance(str(trainer.args.device)),
-        "steps": trainer.state.global_step,
         "tokens": trainer.tokens_after(trainer.state.global_step),
-        "best_step": trainer.state.best_global_step,
         "best_word_perplexity": trainer.state.best_metric,
         "history": history,
     }
@@ -131,14 +116,8 @@ def _describe(what: str, documents: Documents) -> str:
 
 
 def _recurrent(loaded: Loaded, settings: TrainSettings) -> RecurrentForCausalLM:
-    fields = settings.recurrence_fields()
     if isinstance(loaded.model, RecurrentForCausalLM):
-        own = dataclasses.asdict(loaded.model.config.recurrence)
-        differing = [f"{name}={own[name]}" for name, value in fields.items() if own[name] != value]
-        if settings.preset is not None:
-            raise ValueError(f"{loaded.name} is recurrent already. Leave --preset out.")
-        if differing:
-            raise ValueError(f"{loaded.name} is recurrent already, with {', '.join(differing)}. Leave these out.")
+        check_same(loaded.model, settings)
         return loaded.model
     model = add_recurrence(loaded.model, _recurrence(settings))
     assert isinstance(model, RecurrentForCausalLM)
@@ -214,27 +193,3 @@ def _try(trainer: RecurrentTrainer, run: Run, stop: StopGently) -> float | None:
     finally:
         free()
     return trainer.state.best_metric
-
-
-def free() -> None:
-    """Give back what a model that is done with still holds: itself, in cycles, and what was compiled for it, of which
-    there can only be so much."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.compiler.reset()
-
-
-def train_to_the_end(trainer: WholeTrainer, run: Run, stop: StopGently) -> None:
-    """Train from the newest checkpoint, if there is one, until the end or a signal."""
-    trainer.add_callback(stop)
-    started = time.monotonic()
-    try:
-        trainer.train(resume_from_checkpoint=True)
-    finally:
-        # of all that was done, searches and what was stopped included
-        run.record["seconds"] = run.record.get("seconds", 0.0) + time.monotonic() - started
-        run.write()
-        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)  # the bar, if it failed
-    if stop.stopped or stop.requested:
-        step = trainer.state.global_step
-        raise Interrupted(f"stopped at step {step} and saved in {run.folder}. To go on, give the same command again.")

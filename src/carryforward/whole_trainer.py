@@ -6,12 +6,13 @@ import contextlib
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
@@ -24,19 +25,38 @@ class NonFiniteLoss(ArithmeticError):
     """The loss is not a number. Raised before the weights are touched."""
 
 
+@dataclass
+class WholeTrainingArguments(TrainingArguments):
+    """What every training here can be told beside `TrainingArguments`, and the defaults that all have."""
+
+    recurrence_learning_rate: float | None = field(
+        default=None, metadata={"help": "of the recurrence module; None is the learning rate of the base model"}
+    )
+    use_state: bool = field(default=True, metadata={"help": "False trains the plain model: every window stands alone"})
+
+    logging_steps: float = 10
+    save_total_limit: int | None = 2
+    load_best_model_at_end: bool = True
+    remove_unused_columns: bool = False
+    ddp_find_unused_parameters: bool | None = False  # every trained parameter has a gradient in every step
+
+
 class WholeTrainer(Trainer):
-    """A `Trainer` of recurrent models; its arguments have a `recurrence_learning_rate`.
+    """A `Trainer` of recurrent models. Without `eval_dataset` nothing is validated.
 
     Attributes:
         unit: what it counts: tokens, questions.
     """
 
-    args: Any
+    args: Any  # WholeTrainingArguments, which `Trainer` does not know
     unit: str
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, model: Any, args: WholeTrainingArguments, *, eval_dataset: Any = None, **kwargs: Any):
         self._staging: Path | None = None
-        super().__init__(*args, **kwargs)
+        if eval_dataset is None:
+            args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
+        model.recurrence.requires_grad_(args.use_state)
+        super().__init__(model, args, eval_dataset=eval_dataset, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
@@ -72,6 +92,12 @@ class WholeTrainer(Trainer):
     def told(self, metrics: dict[str, float]) -> str:
         """What validation found, in words."""
         raise NotImplementedError
+
+    def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The end of `evaluate`: what it found goes to the log and the callbacks."""
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Resumed from its last checkpoint, a run is at its end: `Trainer` would train one step more."""

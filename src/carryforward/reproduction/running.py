@@ -11,8 +11,9 @@ from typing import Any
 
 from .. import console
 from ..evaluating import evaluate
+from ..finishing import free
 from ..loading import RUN_FILE
-from ..training import free, train
+from ..training import train
 from .recipes import Cell, Recipe
 from .results import asked, differing, identity, record_of, result_of, write
 

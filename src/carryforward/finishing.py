@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both training jobs do alike: check a model that is recurrent already, train to the end or to Ctrl-C, save."""
+
+import gc
+import time
+from typing import Any
+
+import torch
+
+from . import checkpoints
+from .callbacks import StopGently
+from .modeling import RecurrentPreTrainedModel
+from .provenance import provenance
+from .runs import Run
+from .settings import RecurrentSettings
+from .whole_trainer import WholeTrainer
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was stopped from outside; everything up to here is saved."""
+
+
+def check_same(model: RecurrentPreTrainedModel, settings: RecurrentSettings) -> None:
+    """Refuse settings that ask for another recurrence than a model has."""
+    own = model.config.recurrence
+    if settings.preset is not None:
+        raise ValueError(f"{settings.model} is recurrent already. Leave --preset out.")
+    wanted = settings.recurrence_fields()
+    differing = [f"{name}={getattr(own, name)}" for name, value in wanted.items() if getattr(own, name) != value]
+    if differing:
+        raise ValueError(f"{settings.model} is recurrent already, with {', '.join(differing)}. Leave these out.")
+
+
+def train_to_the_end(trainer: WholeTrainer, run: Run, stop: StopGently) -> None:
+    """Train from the newest checkpoint, if there is one, until the end or a signal."""
+    trainer.add_callback(stop)
+    started = time.monotonic()
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    finally:
+        # of all that was done, searches and what was stopped included
+        run.record["seconds"] = run.record.get("seconds", 0.0) + time.monotonic() - started
+        run.write()
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)  # the bar, if it failed
+    if stop.stopped or stop.requested:
+        step = trainer.state.global_step
+        raise Interrupted(f"stopped at step {step} and saved in {run.folder}. To go on, give the same command again.")
+
+
+def finish(trainer: WholeTrainer, run: Run, model: Any, tokenizer: Any, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Save the model and the run's record, which is given back; `outcome` is what it says beside what all runs say."""
+    if run.writes:
+        with checkpoints.written_beside(run.folder) as beside:
+            model.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
+    state = trainer.state
+    told = {"steps": state.global_step, "best_step": state.best_global_step, **outcome}
+    run.finish({**provenance(str(trainer.args.device)), **told})
+    trainer.accelerator.wait_for_everyone()
+    return run.record
+
+
+def free() -> None:
+    """Give back what a model that is done with still holds: itself, in cycles, and what was compiled for it, of which
+    there can only be so much."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.compiler.reset()
