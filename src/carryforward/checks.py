@@ -10,16 +10,18 @@ from .reading import IGNORE
 from .state import State
 
 
-def overlap(config: RecurrentModelConfig, value: int, prefix: int | None = None) -> None:
-    """An overlap the windows can have, and at which something is left to pool for every slot, and to keep.
+def overlap(config: RecurrentModelConfig, value: int | None, prefix: int | None = None) -> int:
+    """An overlap the windows can have, and at which something is left to pool for every slot, and to keep: given back.
 
     Args:
+        value: None is the one the model was made for.
         prefix: tokens in front of every window; by default as many as the config has.
     """
     recurrence = config.recurrence
+    value = recurrence.overlap if value is None else value
     prefix = len(recurrence.prefix) if prefix is None else prefix
     room = windows.check(recurrence.window, value, prefix, len(recurrence.suffix))
-    pooled = min(room, room - value + recurrence.overlap)
+    pooled = recurrence.pooled(room, value)
     if pooled < recurrence.slots:
         raise ValueError(
             f"overlap={value}: a model made for overlap {recurrence.overlap} then pools only {pooled} positions of a "
@@ -32,6 +34,7 @@ def overlap(config: RecurrentModelConfig, value: int, prefix: int | None = None)
             f"overlap={value}: the next window is only {room - value} tokens ahead, and the model keeps the keys and "
             f"values of {recurrence.seen}. {advice}."
         )
+    return value
 
 
 def batch(input_ids: Tensor | None) -> Tensor:

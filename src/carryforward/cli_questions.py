@@ -4,7 +4,6 @@
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,11 +61,10 @@ def answer(
     """Answer a question from a document of any length: where it stands there, and how sure the model is."""
     with told_plainly():
         from .answering import answer as find
-        from .data.texts import decode, read_bytes
+        from .data.texts import read_source
         from .loading import load_finder
 
-        raw = sys.stdin.buffer.read() if document == "-" else read_bytes(Path(document))
-        text = decode(raw, "standard input" if document == "-" else document)
+        _, text = read_source(document)
         loaded = load_finder(model, window=window, device=device)
         finder: Any = loaded.model
         found = find(

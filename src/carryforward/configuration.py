@@ -172,6 +172,11 @@ class RecurrenceConfig:
         """Earlier positions whose keys and values a window sees."""
         return self.kept + self.sinks
 
+    def pooled(self, room: int, overlap: int) -> int:
+        """How many document tokens of a window that has so many are pooled, when it is read at some overlap: the state
+        runs as far ahead of the next window as it did in training (footnote 3)."""
+        return min(room, room - overlap + self.overlap)
+
     @property
     def separate(self) -> bool:
         """Whether each insertion layer has a network and a state of its own."""

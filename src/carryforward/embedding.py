@@ -84,8 +84,7 @@ def encode(
     reader = headless(model)
     if needs_state(output, pooling) and not reader.config.recurrence.slots:
         raise ValueError("the model pools nothing (slots=0): there is no state to give out as a vector.")
-    overlap = reader.config.recurrence.overlap if overlap is None else overlap
-    checks.overlap(reader.config, overlap)
+    overlap = checks.overlap(reader.config, overlap)
     texts = list(texts)
     for i, text in enumerate(texts):
         check_text(f"texts[{i}]", text)

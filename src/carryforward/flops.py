@@ -40,10 +40,6 @@ class Flops:
     recurrence: float
     vocabulary: float
 
-    @property
-    def total(self) -> float:
-        return self.base + self.recurrence + self.vocabulary
-
 
 def flops_per_token(
     config: PreTrainedConfig,
@@ -103,9 +99,8 @@ def _resolve(
         return config, None, window, overlap or 0
     if window is not None:
         recurrence = dataclasses.replace(recurrence, window=window)
-    overlap = recurrence.overlap if overlap is None else overlap
     # A recurrence that does not fit the model, or cannot be run at this overlap, is refused as the model itself would.
-    checks.overlap(RecurrentModelConfig(base_config=config, recurrence=recurrence), overlap)
+    overlap = checks.overlap(RecurrentModelConfig(base_config=config, recurrence=recurrence), overlap)
     return config, recurrence, recurrence.window, overlap
 
 
@@ -139,7 +134,7 @@ def _recurrence(base: PreTrainedConfig, recurrence: RecurrenceConfig, overlap: i
     pooled_layers = sources[recurrence.pooled_layers] if slots else 0
     streams = len(entered) if recurrence.pooled_layers == "below" else 1
     room = window - len(recurrence.prefix) - len(recurrence.suffix)
-    positions = min(room, room - overlap + recurrence.overlap)  # as `reading.Reading.pooled`
+    positions = recurrence.pooled(room, overlap)
     keys = slots if recurrence.pooling == "attention" else 0
     network = sum(a * b for a, b in pairwise((size, *recurrence.hidden_sizes, size)))
     networks = len(entered) if recurrence.separate else 1

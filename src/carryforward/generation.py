@@ -73,8 +73,7 @@ class Generation(GenerationMixin):
             kwargs["attention_mask"] = torch.ones_like(prompts)  # or transformers may take a token for padding
         rows = 1 if prompts is None else len(prompts)
         if cache is None:
-            overlap = model.config.recurrence.overlap if overlap is None else overlap
-            checks.overlap(model.config, overlap)
+            overlap = checks.overlap(model.config, overlap)
             start = model.fresh_state(rows, overlap) if state is None else state
             cache = kwargs["past_key_values"] = WindowCache(start, overlap, True if use_state is None else use_state)
         checks.state(cache.state, rows, model.fresh_state(rows, cache.overlap).signature)

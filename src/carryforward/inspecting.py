@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job behind `carryforward inspect`: a recurrent model and a text in, a page to look at out."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +68,7 @@ def write_page(
 
 def _read(source: str) -> tuple[str, str]:
     """What to call a text, and the text."""
-    if source == "-":
-        title, text = "standard input", texts.decode(sys.stdin.buffer.read(), "standard input")
-    else:
-        title, text = Path(source).name, texts.read(Path(source))
+    title, text = texts.read_source(source)
     if not text.strip():
         raise ValueError(f"{title} is empty or only white space. Give a file with text in it.")
     return title, text

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from . import windows
+from . import checks, windows
 from .doors import weights_shown
 from .figure import COLOURS, dress, empty
 from .heads import RecurrentForCausalLM
@@ -126,7 +126,7 @@ def inspect(
     if not isinstance(model, RecurrentForCausalLM):
         raise ValueError(f"a recurrent causal language model is needed, not {type(model).__name__}.")
     recurrence, base = model.config.recurrence, model.config.base_config
-    overlap = recurrence.overlap if overlap is None else overlap
+    overlap = checks.overlap(model.config, overlap)
     if not 1 <= top <= base.vocab_size:
         raise ValueError(f"top={top}: it must be from 1 to the {base.vocab_size:,} tokens of the vocabulary.")
     least = max(2 * recurrence.window - overlap, recurrence.window + 2)  # one of them predicted by the second

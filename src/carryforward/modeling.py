@@ -142,8 +142,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     ) -> Reading:
         """Check a call's arguments and cut its documents into windows."""
         recurrence = self.config.recurrence
-        overlap = recurrence.overlap if overlap is None else overlap
-        checks.overlap(self.config, overlap, None if prefixes is None else max(map(len, prefixes)))
+        overlap = checks.overlap(self.config, overlap, None if prefixes is None else max(map(len, prefixes)))
         if input_ids is None and state is not None:  # no new tokens: that the documents end is all the news
             input_ids = state.tokens[:, :0]
         input_ids = checks.batch(input_ids)

@@ -303,7 +303,7 @@ class Reading:
             if cell.finished[i]:
                 start, closes = len(self.prefixes[row]), self._closes(row, window)
                 end = start + window.end - window.start
-                stop = end if closes else end + min(self.config.recurrence.overlap - self.overlap, 0)
+                stop = end if closes else start + self.config.recurrence.pooled(end - start, self.overlap)
                 begin = None if self.own and not closes else start
                 found.setdefault(Span(begin, stop, end if closes else end - self.overlap), []).append(i)
         return found

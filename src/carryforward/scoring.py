@@ -171,6 +171,4 @@ def horizon(
 def _overlap(model: RecurrentForCausalLM, overlap: int | None) -> int:
     if not isinstance(model, RecurrentForCausalLM):
         raise ValueError(f"a recurrent causal language model is needed, not {type(model).__name__}.")
-    overlap = model.config.recurrence.overlap if overlap is None else overlap
-    checks.overlap(model.config, overlap)
-    return overlap
+    return checks.overlap(model.config, overlap)

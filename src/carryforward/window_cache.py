@@ -216,7 +216,8 @@ class WindowCache(Cache):
         """The state after the windows of these rows, which are full."""
         recurrence, index = model.recurrence, self._index(rows)
         if self._slots:
-            pooled = recurrence.pool_mixed(self._mixed[rows, : self._pooled(model)])
+            count = model.config.recurrence.pooled(self._window, self.overlap)
+            pooled = recurrence.pool_mixed(self._mixed[rows, :count])
             self._carried = self._carried.index_copy(0, index, recurrence.carried(pooled))
         if recurrence.keeping is None:
             return
@@ -331,10 +332,6 @@ class WindowCache(Cache):
 
     def _held(self) -> dict[int, int]:
         return {layer: self._held_at(layer) for layer in range(1, self._depth + 1)}
-
-    def _pooled(self, model: Any) -> int:
-        """How many positions of a window are pooled, as `Reading.pooled` has it."""
-        return min(self._window, self._window + model.config.recurrence.overlap - self.overlap)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(rows, device=self._tokens.device)

@@ -5,7 +5,6 @@ A state written here holds everything, the last token too: what comes next simpl
 """
 
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from . import console
 from .adding import special_tokens
 from .data.encoding import Encoder
+from .data.texts import read_source
 from .interrupting import Interruptible
 from .loading import Loaded, load_causal, usable_device
 from .settings import flag
@@ -89,12 +89,7 @@ def read_prompt(text: str | None, file: Path | None, source: str | None) -> str 
             raise ValueError(f"--prompt is not UTF-8 (character {error.start}). Convert it.") from error
     if text is not None or (file is None and source is None):
         return text
-    name = "-" if file is None else str(file)
-    content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt in {name} is not UTF-8 (byte {error.start}). Convert it.") from error
+    return read_source("-" if file is None else file)[1]
 
 
 def write(

@@ -17,8 +17,6 @@ from typing import Any
 
 from ..files import write_whole
 
-FORMATS = ("hotpotqa", "squad")
-
 
 @dataclass(frozen=True)
 class Answer:

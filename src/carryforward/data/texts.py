@@ -9,6 +9,7 @@ up a corpus is not decided here, and nothing here knows of tokens.
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -99,6 +100,13 @@ def decode(raw: bytes, path: Path | str, offset: int = 0) -> str:
 def read(path: Path) -> str:
     """The whole file as one text."""
     return decode(read_bytes(path), path)
+
+
+def read_source(source: str | Path) -> tuple[str, str]:
+    """What to call a text that the command line names, and the text: a file, or - for standard input."""
+    if str(source) == "-":
+        return "standard input", decode(sys.stdin.buffer.read(), "standard input")
+    return Path(source).name, read(Path(source))
 
 
 def lines(path: Path) -> Iterator[str]:
