@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, can_return_tuple
 
 from .configuration import RecurrentModelConfig
-from .heads import Kept, spread, summarise
 from .modeling import RecurrentPreTrainedModel
+from .outputs import Given, spread, summarise
 from .program import Emit
 from .reading import IGNORE
 
@@ -100,23 +100,23 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             use_state: False removes the state: every window stands alone (the paper's baseline).
         """
         if question_ids is None or len(question_ids) != len(input_ids):
-            given = "missing" if question_ids is None else f"of {len(question_ids)} rows, input_ids of {len(input_ids)}"
-            raise ValueError(f"question_ids is {given}: give one question for each document.")
+            found = "missing" if question_ids is None else f"of {len(question_ids)} rows, input_ids of {len(input_ids)}"
+            raise ValueError(f"question_ids is {found}: give one question for each document.")
         reading = self._plan(
             input_ids, attention_mask, None, None, overlap=overlap, use_state=use_state, outputs=True, final=True,
             prefixes=self.prefixes(question_ids, question_mask),
         )  # fmt: skip
-        kept = Kept(reading, torch.arange(reading.width), reading.width)
+        given = Given(reading, torch.arange(reading.width), reading.width)
         wanted = None
         if start_positions is not None or answer_kinds is not None:
             real = torch.zeros(len(input_ids) * reading.width, dtype=torch.bool)
-            real[kept.where] = True
+            real[given.where] = True
             named = {"start_positions": start_positions, "end_positions": end_positions}
-            wanted = [_checked(name, given, real.view(len(input_ids), -1)) for name, given in named.items()]
+            wanted = [_checked(name, places, real.view(len(input_ids), -1)) for name, places in named.items()]
 
-        emissions, _ = self._unroll(reading, Emit(lambda cell, scores, first: (kept.of(cell, scores), first)))
+        emissions, _ = self._unroll(reading, Emit(lambda cell, scores, first: (given.of(cell, scores), first)))
         scores = torch.cat([emitted[0] for emitted in emissions]).float()
-        logits = spread(scores, reading.index(kept.where), len(input_ids), reading.width, -torch.inf)
+        logits = spread(scores, reading.index(given.where), len(input_ids), reading.width, -torch.inf)
         summary = summarise(reading, [emitted[1] for emitted in emissions])
         assert summary is not None, "every document has a window"
         kind_logits = self.kinds(summary.to(self.kinds.weight.dtype)).float()

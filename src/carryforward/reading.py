@@ -273,7 +273,7 @@ class Reading:
             found.append((window.score_from + shift, window.score_to + shift))
         return found
 
-    def kept(self, cell: Cell, place: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def given(self, cell: Cell, place: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Which outputs of a cell are given out, and where they go.
 
         Args:
@@ -289,9 +289,9 @@ class Reading:
         position, row = torch.arange(cell.width), torch.tensor(cell.rows)[:, None]
         column = (position + torch.tensor(packed)[:, None]).clamp(0, place.shape[1] - 1)
         column = place[row, column]
-        given = (position >= spans[:, :1]) & (position < spans[:, 1:]) & (column >= 0)
-        rows, positions = given.nonzero(as_tuple=True)
-        return rows, positions, (column + row * width)[given]
+        wanted = (position >= spans[:, :1]) & (position < spans[:, 1:]) & (column >= 0)
+        rows, positions = wanted.nonzero(as_tuple=True)
+        return rows, positions, (column + row * width)[wanted]
 
     def pooled(self, cell: Cell) -> dict[Span, list[int]]:
         """The positions of finished windows that are pooled, each range with its rows in the cell: neither prefix nor
