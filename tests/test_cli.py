@@ -21,6 +21,7 @@ import transformers
 from safetensors import SafetensorError
 
 from carryforward import callbacks, cli, heads
+from carryforward.callbacks import StopGently
 
 WINDOW = 12
 TRAIN = ["--window", WINDOW, "--windows-per-sample", 3, "--batch-size", 2, "--train-tokens", 600, "--eval-tokens", 300]
@@ -561,6 +562,51 @@ def test_a_model_in_a_runs_folder_is_not_that_runs(tmp_path, monkeypatch):
     (tmp_path / "checkpoint-5").mkdir()
     for name, known in (("gpt2", False), (".", True), ("checkpoint-5", True), (str(tmp_path / "checkpoint-5"), True)):
         assert (_run_of(name) is not None) is known, name
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate", "inspect", "train", "add"])
+def test_an_encoder_is_no_language_model(command, home, tmp_path, capfd):
+    """Nothing is loaded: transformers would give it a head that was never trained."""
+    config = transformers.BertConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    transformers.AutoTokenizer.from_pretrained(home / "model").save_pretrained(tmp_path / "bert")
+    model = ["--model", tmp_path / "bert"] if command == "train" else [tmp_path / "bert"]
+    more = {
+        "evaluate": ["--data", home / "texts"],
+        "generate": ["--prompt", "a"],
+        "inspect": ["--text", __file__, "--out", tmp_path / "page.html"],
+        "train": ["--data", home / "texts", *TRAIN, "--out", tmp_path / "own"],
+        "add": ["--out", tmp_path / "own"],
+    }
+    capfd.readouterr()
+    assert "is an encoder (bert), and this needs a causal language model" in fail(
+        command, *model, *more[command], code=2
+    )
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_file_in_a_models_folder_is_not_the_model(home):
+    told = fail("generate", home / "model" / "config.json", "--prompt", "a", code=2)
+    assert "is a file: give its folder" in told
+
+
+@pytest.mark.parametrize(("positions", "window"), [(512, 341), (1024, 683), (9, 6), (10, 7), (11, 7)])
+def test_a_window_that_leaves_room_for_what_is_kept(positions, window, home, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(home / "model", n_positions=positions)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(home / "model").save_pretrained(tmp_path / "model")
+    told = succeed("add", tmp_path / "model", "--data", home / "texts", "--out", tmp_path / "own")
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "own").recurrence
+    assert (found.window, found.seen) == (window, window // 2), told
+
+
+def test_a_stop_is_no_epochs_end():
+    stop = StopGently()
+    for stopped, epoch, goes_on in ((False, 0.2, True), (True, 0.2, False), (True, 1.0, True)):
+        stop.stopped = stopped
+        control = transformers.TrainerControl(should_evaluate=True, should_save=True)
+        stop.on_epoch_end(None, transformers.TrainerState(epoch=epoch), control)
+        assert (control.should_evaluate, control.should_save) == (goes_on, goes_on)
 
 
 def test_a_reader_that_has_enough(home):

@@ -119,7 +119,7 @@ def test_folders_of_splits_keep_every_byte(tmp_path):
     assert contents(tmp_path, "validation") == contents(tmp_path, "valid") == {"dev/v.txt": "v"}
     assert available_splits(str(tmp_path)) == ("train", "validation")
     assert open_corpus(str(tmp_path), "train").size == 3 + 6 + 1
-    with pytest.raises(ValueError, match="has no split 'test', only 'train', 'validation'.*--split.*--validation-data"):
+    with pytest.raises(ValueError, match="has no split 'test', only 'train', 'validation'.*--split"):
         open_corpus(str(tmp_path), "test")
     write(tmp_path, {"valid/v.txt": "v"})
     with pytest.raises(ValueError, match="both valid/ and dev/ hold the validation split"):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
+from . import checks
 from .data.encoding import check_text, tokens_of
 from .data.progress import bar
 from .data.questions import Question
@@ -99,6 +100,7 @@ def ask(
     model: RecurrentForQuestionAnswering, questions: Sequence[Question], tokenizer: Any, *, overlap: int | None = None
 ) -> list[Asked]:
     """Questions as `answer_all` takes them. What the model cannot be asked is refused, by the question's id."""
+    overlap = checks.overlap(model.config, overlap)
     for question in questions:
         for name, text in zip(_names(question), (question.question, question.document), strict=True):
             check_text(name, text)

@@ -24,6 +24,11 @@ class StopGently(Interruptible, TrainerCallback):
             control.should_save = control.should_training_stop = True
             self.stopped = True
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """`Trainer` takes a stop for an epoch's end; validated now, the run would not be one that never stopped."""
+        if self.stopped and state.epoch % 1:
+            control.should_evaluate = control.should_save = False  # it was saved after the step
+
     def _anyone(self, args: Any) -> bool:
         """All processes stop together, whichever heard the signal."""
         if args.world_size == 1:

@@ -254,7 +254,9 @@ def generate(
 def embed(
     model: Annotated[str, typer.Argument(help="A recurrent model, or a plain one, read in windows that stand alone.")],
     documents: Annotated[Path, typer.Argument(help="JSON lines, one document each.")],
-    out: Annotated[Path, typer.Option(help="vectors.parquet, .npy or .safetensors. The same command again goes on.")],
+    out: Annotated[
+        Path, typer.Option(help="vectors.parquet, .npy or .safetensors. Interrupted, the same command goes on.")
+    ],
     what: Annotated[str, typer.Option(help="document, tokens or windows.")] = "document",
     pooling: Annotated[str, typer.Option(help="A document's vector: mean of its tokens, or its last state.")] = "mean",
     window: Annotated[int | None, typer.Option(help="For plain models: tokens read at once.")] = None,

@@ -13,7 +13,7 @@ from .settings import ContinuationSettings
 
 Recurrent = Annotated[str, typer.Argument(help="A recurrent model: a run, a folder or a Hub name.")]
 Folder = Annotated[
-    Path, typer.Option(file_okay=False, help="Folder for everything. The same command again goes on where it stopped.")
+    Path, typer.Option(file_okay=False, help="Folder for everything. Interrupted, the same command goes on.")
 ]
 
 

@@ -100,9 +100,11 @@ def scores(results: Sequence[report.Result]) -> dict[str, float]:
 
 def _conclusion(results: Sequence[report.Result]) -> str:
     found = scores(results)
+    does = "lowers" if found["recurrent"] < found["plain"] else "does not lower"
+    plain, recurrent, removed = (f"{found[kind]:,.1f}" for kind in ("plain", "recurrent", "removed"))
     return (
-        f"At overlap 0 the state lowers word perplexity from {found['plain']:,.0f} to {found['recurrent']:,.0f} "
-        f"({100 * (found['recurrent'] / found['plain'] - 1):+.1f} %); taken away again, it is {found['removed']:,.0f}."
+        f"At overlap 0 the state {does} word perplexity: {plain} without recurrence, {recurrent} with it "
+        f"({100 * (found['recurrent'] / found['plain'] - 1):+.1f} %), {removed} when the state is taken away again."
     )
 
 

@@ -41,8 +41,9 @@ def extend(
     positions, reach = architecture.positions(loaded.model.config), architecture.reach(loaded.model.config)
     if window is None:
         usable = min(positions, reach or positions)
-        carried = usable // 3 if kept is None else kept + (SINKS if sinks is None else sinks)
-        window = min(AT_ONCE, max(usable - carried, carried))
+        carried = SINKS if sinks is None else sinks
+        # half a window is kept: together they fill what can be used
+        window = min(AT_ONCE, (2 * usable + 1) // 3 if kept is None else max(usable - kept - carried, kept + carried))
     given = {key: value for key, value in (("kept", kept), ("sinks", sinks)) if value is not None}
     recurrence = RecurrenceConfig.preset("kept", window=window, **given)
     model = add_recurrence(loaded.model, recurrence)

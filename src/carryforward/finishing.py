@@ -3,11 +3,12 @@
 
 import gc
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import checkpoints
+from . import checkpoints, console
 from .callbacks import StopGently
 from .modeling import RecurrentPreTrainedModel
 from .provenance import provenance
@@ -34,6 +35,9 @@ def check_same(model: RecurrentPreTrainedModel, settings: RecurrentSettings) -> 
 def train_to_the_end(trainer: WholeTrainer, run: Run, stop: StopGently) -> None:
     """Train from the newest checkpoint, if there is one, until the end or a signal."""
     trainer.add_callback(stop)
+    whole = [one for one in checkpoints.of_run(Path(trainer.args.output_dir)) if checkpoints.is_complete(one)]
+    if whole and run.writes:
+        console.note(f"going on from {whole[-1]}")
     started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=True)

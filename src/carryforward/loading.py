@@ -23,7 +23,7 @@ from transformers import (
 from . import checkpoints, registration
 from .adding import add_recurrence
 from .configuration import RecurrentModelConfig
-from .insertion import architecture_of
+from .insertion import architecture_of, is_supported
 from .modeling import RecurrentPreTrainedModel
 from .question_answering import RecurrentForQuestionAnswering
 from .settings import BUNDLED
@@ -61,12 +61,25 @@ def load_bundled() -> tuple[PreTrainedModel, Any]:
 def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """Load a causal language model, plain or recurrent, and its tokenizer."""
     run = _run_of(name)
+    if Path(name).suffix != ".gguf":  # of which there are no encoders
+        _check_causal(name)
     model = load_model(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
     if Path(name).suffix == ".gguf":
         _make_plain(model)
     if run is not None and not run["settings"].get("recurrence", True) and isinstance(model, RecurrentPreTrainedModel):
         model = model.base  # a checkpoint of a plain model's run: its recurrence was never trained
     return Loaded(name, model, load_tokenizer(name), run)
+
+
+def _check_causal(name: str) -> None:
+    """Refuse encoders before transformers gives them a head that was never trained."""
+    config: Any = load_config(name)
+    base = config.base_config if isinstance(config, RecurrentModelConfig) else config
+    if is_supported(base) and not architecture_of(base).causal:
+        raise ValueError(
+            f"{name} is an encoder ({base.model_type}), and this needs a causal language model. Encoders are for "
+            "`carryforward embed` and `carryforward qa`."
+        )
 
 
 def load_recurrent(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
@@ -91,9 +104,8 @@ def load_finder(name: str, *, window: int | None = None, device: str | None = No
     config, tokenizer = load_config(name), load_tokenizer(name)
     if isinstance(config, RecurrentModelConfig):
         if config.architectures != [RecurrentForQuestionAnswering.__name__]:
-            raise ValueError(
-                f"{name} is a {config.architectures}, which finds no answers. Use `carryforward qa train`."
-            )
+            head = ", ".join(config.architectures or ["model without a head"])
+            raise ValueError(f"{name} is a {head}, which finds no answers. Train an encoder: `carryforward qa train`.")
         if window not in (None, config.recurrence.window):
             raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
         run = _run_of(name)
@@ -167,6 +179,8 @@ def _find(name: str) -> tuple[str, dict[str, Any]]:
         if not path.is_file():
             raise ValueError(f"model {name!r}: there is no such file.")
         return str(path.parent), {"gguf_file": path.name}
+    if path.is_file():
+        raise ValueError(f"model {name!r} is a file: give its folder, or a .gguf file.")
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(_no_model(path))
     on_hub = not path.is_absolute() and name.count("/") < 2 and (path.parent == Path() or not path.parent.is_dir())

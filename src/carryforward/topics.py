@@ -83,9 +83,10 @@ class Topics:
         write_whole(folder / "topics.json", json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> "Topics":
+    def load(cls, folder: str | Path) -> "Topics":
         """Read what `save` wrote."""
         need_scikit_learn()
+        folder = Path(folder)
         if not (folder / ARRAYS).is_file():
             raise ValueError(
                 f"{folder} holds no fitted topics ({ARRAYS} is missing): give the folder lda that an earlier run of "

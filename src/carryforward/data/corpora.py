@@ -53,8 +53,7 @@ def open_corpus(source: str, split: str, *, text_field: str = "text", checksums:
     found = _one_of(splits, _VALIDATION if split in _VALIDATION and split not in splits else (split,))
     if found is None:
         raise ValueError(
-            f"{source} has no split {split!r}, only {', '.join(map(repr, splits))}. Choose one of these with --split, "
-            "or give another source for validation with --validation-data."
+            f"{source} has no split {split!r}, only {', '.join(map(repr, splits))}. Choose one of these with --split."
         )
     return dataclasses.replace(splits[found](), source=source)
 
