@@ -20,6 +20,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+import carryforward
 from carryforward import callbacks, cli, heads
 from carryforward.callbacks import StopGently
 
@@ -598,6 +599,15 @@ def test_a_window_that_leaves_room_for_what_is_kept(positions, window, home, tmp
     told = succeed("add", tmp_path / "model", "--data", home / "texts", "--out", tmp_path / "own")
     found = transformers.AutoConfig.from_pretrained(tmp_path / "own").recurrence
     assert (found.window, found.seen) == (window, window // 2), told
+
+
+def test_what_is_of_no_use_without_a_state_is_refused(train):
+    told = fail(*train, "--no-recurrence", "--slots", 4, "--preset", "kept", code=2)
+    assert "--preset, --slots: there is no state with --no-recurrence" in told
+
+
+def test_the_version():
+    assert succeed("--version").out.strip() == carryforward.__version__
 
 
 def test_a_stop_is_no_epochs_end():

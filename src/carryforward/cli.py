@@ -31,6 +31,23 @@ app = typer.Typer(
 app.add_typer(qa)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What can be said before a command."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the entry point `carryforward`."""
     given = sys.argv[1:] if arguments is None else arguments

@@ -28,12 +28,13 @@ def topics(
 ) -> None:
     """Do continuations keep to the topics of their contexts, with the state and without it?"""
     with told_plainly():
-        from . import topic_reports
+        from . import console, topic_reports
 
         out.mkdir(parents=True, exist_ok=True)
         result = topic_reports.measure(model, settings, out, device=device)
         typer.echo(json.dumps(result) if as_json else topic_reports.markdown(result))
         topic_reports.draw(result, out / "topics.png")
+        console.note(f"written to {out}: topics.json, topics.png; the topics themselves are in {out / 'lda'}")
 
 
 @options(ContinuationSettings)
@@ -48,8 +49,9 @@ def samples(
 ) -> None:
     """What is written after contexts, beside each other: by topic, and by the people of the context."""
     with told_plainly():
-        from . import sample_tables
+        from . import console, sample_tables
 
         out.mkdir(parents=True, exist_ok=True)
         result = sample_tables.tabulate(model, settings, out, rows=rows, device=device)
         typer.echo(json.dumps(result) if as_json else sample_tables.markdown(result))
+        console.note(f"written to {out}: samples.html and samples.md, the texts beside each other; samples.json")

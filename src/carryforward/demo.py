@@ -80,9 +80,10 @@ def _settings(data: str, effort: Effort, seed: int, recurrence: bool) -> TrainSe
     """The paper's single vector learns nothing in a minute. What the last layer can read without learning are states
     of its own kind: those the layer below it made of the window before, pooled into as many vectors as there are
     positions to pool at the largest overlap."""
+    state: dict[str, Any] = {"slots": 14, "insert_at": ("7",), "pooled_layers": "below", "residual": True}
     return TrainSettings(
-        model=BUNDLED, data=data, validation=False, recurrence=recurrence, window=64, slots=14, insert_at=("7",),
-        pooled_layers="below", residual=True, windows_per_sample=8, batch_size=8,
+        model=BUNDLED, data=data, validation=False, recurrence=recurrence, window=64, **(state if recurrence else {}),
+        windows_per_sample=8, batch_size=8,
         learning_rate=(1e-3,), recurrence_learning_rate=(1e-3,), warmup_steps=5, train_tokens=effort.train, seed=seed,
     )  # fmt: skip
 

@@ -110,9 +110,8 @@ def _means(where: np.ndarray, values: np.ndarray, borders: Any) -> list[dict[str
 
 def markdown(result: dict[str, Any]) -> str:
     """Gains by depth, as a table."""
-    lines = [
-        f"{result['model']} on {result['data']['name']}, {result['data']['split']}, windows of {result['window']}:"
-    ]
+    where = f"{result['data']['name']}, {result['data']['split']}, {result['tokens']:,} tokens"
+    lines = [f"{result['model']} on {where}, windows of {result['window']}:"]
     lines += ["", "| windows back | nats per token | gain |", "| ---: | ---: | ---: |"]
     lines += [f"| {one['windows']} | {one['nats']:.4f} | {one['gain']:.4f} |" for one in result["depths"]]
     return "\n".join(lines)

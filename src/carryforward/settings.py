@@ -69,6 +69,9 @@ class RecurrentSettings:
         """The fields of `RecurrenceConfig` that were given."""
         names = [one.name for one in fields(self) if one.metadata["panel"] == _RECURRENCE]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        useless = [flag(name) for name in given if name not in ("recurrence", "window", "overlap", "keep_windows")]
+        if useless and not self.recurrence:
+            raise ValueError(f"{', '.join(useless)}: there is no state with --no-recurrence. Choose one.")
         read: dict[str, Any] = {"keep_windows": _windows, "insert_at": _layers}
         return {name: read[name](value) if name in read else value for name, value in given.items()
                 if name not in ("recurrence", "preset")}  # fmt: skip
@@ -158,6 +161,9 @@ class QuestionSettings(RecurrentSettings):
     data: str = _setting(
         MISSING, "Questions: HotpotQA's or SQuAD's JSON, or rows of it; .gz and .xz are read too.", None
     )
+    window: int | None = _recurrence(None, "Tokens read at once (512, or as many as the model has positions for).")
+    pooled_layers: str | None = _recurrence(None, "all, last, or below (last).")
+    hidden_sizes: tuple[int, ...] | None = _recurrence(None, "Hidden layers of the module (one, the model's width).")
 
     validation_data: str | None = _data(None, "Questions to validate on; a twentieth of the documents by default.")
     join_words: int | None = _data(None, "Join passages to documents of about so many words.")
