@@ -152,7 +152,7 @@ def answer_all(
     return found
 
 
-def _check(model: RecurrentForQuestionAnswering, asked: Asked, overlap: int | None) -> None:
+def _check(model: RecurrentForQuestionAnswering, asked: Asked, overlap: int) -> None:
     """Refuse what cannot be asked; the question's id is named, if it has one."""
     recurrence = model.config.recurrence
     name, document = _names(asked.question)
@@ -161,8 +161,7 @@ def _check(model: RecurrentForQuestionAnswering, asked: Asked, overlap: int | No
     if not len(asked.own):
         raise ValueError(f"{name} is empty.")
     room = recurrence.window - sum(map(len, (recurrence.prefix, asked.own, recurrence.separator, recurrence.suffix)))
-    shared = recurrence.overlap if overlap is None else overlap
-    needed = max(shared + max(1, recurrence.seen), recurrence.slots + max(shared - recurrence.overlap, 0))
+    needed = max(overlap + max(1, recurrence.seen), recurrence.slots + max(overlap - recurrence.overlap, 0))
     if room < needed:
         raise ValueError(
             f"{name} has {len(asked.own)} tokens: a window of {recurrence.window} has {max(room, 0)} left for the "

@@ -34,7 +34,7 @@ def topics(
         result = topic_reports.measure(model, settings, out, device=device)
         typer.echo(json.dumps(result) if as_json else topic_reports.markdown(result))
         topic_reports.draw(result, out / "topics.png")
-        console.note(f"written to {out}: topics.json, topics.png; the topics themselves are in {out / 'lda'}")
+        console.note(f"written to {out}: topics.json, topics.png")
 
 
 @options(ContinuationSettings)

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from . import checks, windows
+from . import windows
 from .doors import weights_shown
 from .figure import COLOURS, dress, empty
 from .heads import RecurrentForCausalLM
-from .scoring import Scored, score
+from .scoring import Scored, checked_overlap, score
 from .windows import Window
 from .words import INSIDE, KINDS, SEEN, Words
 
@@ -123,10 +123,8 @@ def inspect(
         overlap: another than the model was made for.
         progress: called with the number of tokens just scored; there are two passes.
     """
-    if not isinstance(model, RecurrentForCausalLM):
-        raise ValueError(f"a recurrent causal language model is needed, not {type(model).__name__}.")
+    overlap = checked_overlap(model, overlap)
     recurrence, base = model.config.recurrence, model.config.base_config
-    overlap = checks.overlap(model.config, overlap)
     if not 1 <= top <= base.vocab_size:
         raise ValueError(f"top={top}: it must be from 1 to the {base.vocab_size:,} tokens of the vocabulary.")
     least = max(2 * recurrence.window - overlap, recurrence.window + 2)  # one of them predicted by the second

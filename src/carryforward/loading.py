@@ -60,11 +60,11 @@ def load_bundled() -> tuple[PreTrainedModel, Any]:
 
 def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """Load a causal language model, plain or recurrent, and its tokenizer."""
-    run = _run_of(name)
-    if Path(name).suffix != ".gguf":  # of which there are no encoders
+    run, is_gguf = _run_of(name), Path(name).suffix == ".gguf"
+    if not is_gguf:  # of which there are no encoders
         _check_causal(name)
     model = load_model(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
-    if Path(name).suffix == ".gguf":
+    if is_gguf:
         _make_plain(model)
     if run is not None and not run["settings"].get("recurrence", True) and isinstance(model, RecurrentPreTrainedModel):
         model = model.base  # a checkpoint of a plain model's run: its recurrence was never trained

@@ -75,7 +75,7 @@ def score(
         batch_size: documents read side by side.
         progress: called with the number of tokens just scored.
     """
-    overlap = _overlap(model, overlap)
+    overlap = checked_overlap(model, overlap)
     batches = by_length([len(document) for document in documents], batch_size, least=2)
 
     def read(rows: list[int]) -> None:
@@ -144,7 +144,7 @@ def horizon(
     """
     if not depths or min(depths) < 0:
         raise ValueError(f"depths={list(depths)}: give numbers of windows, from 0.")
-    overlap, size = _overlap(model, None), model.config.recurrence.window
+    overlap, size = checked_overlap(model, None), model.config.recurrence.window
     stride = size - overlap
     ends = [(i, end) for i, document in enumerate(documents)
             for end in range(size + max(depths) * stride, len(document), stride)]  # fmt: skip
@@ -168,7 +168,8 @@ def horizon(
     return found, total
 
 
-def _overlap(model: RecurrentForCausalLM, overlap: int | None) -> int:
+def checked_overlap(model: RecurrentForCausalLM, overlap: int | None) -> int:
+    """The overlap that a model is read at; refuses models whose tokens cannot be scored."""
     if not isinstance(model, RecurrentForCausalLM):
         raise ValueError(f"a recurrent causal language model is needed, not {type(model).__name__}.")
     return checks.overlap(model.config, overlap)

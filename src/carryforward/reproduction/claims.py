@@ -190,9 +190,9 @@ def c11(found: Results) -> Verdict:
         return UNKNOWN
     parts = [f"{label} {change(rows, usual)}" for label, rows in others.items()]
     gains = [-average(paired(rows, usual)) for rows in others.values() if paired(rows, usual)]
-    text = f"against the paper's module, which gains {-100 * average(paired(usual, plain)):.1f} %: {', '.join(parts)}"
-    significant = max(gains, default=0) >= -average(paired(usual, plain))
-    return _useless_variants(found.variants.rows, usual) or Verdict(not significant, text)
+    own = -average(paired(usual, plain))
+    text = f"against the paper's module, which gains {100 * own:.1f} %: {', '.join(parts)}"
+    return _useless_variants(found.variants.rows, usual) or Verdict(max(gains, default=0) < own, text)
 
 
 def _variants(rows: Sequence[Row]) -> tuple[list[Row], dict[str, list[Row]]]:
