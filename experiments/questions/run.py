@@ -42,6 +42,8 @@ TRIED: dict[str, dict[str, Any]] = {  # what else a state can be, windows of 256
 }
 LONGEST = {"covid-qa": 100}  # tokens of an answer; one in five has more than the usual 30
 RESAMPLES = 10_000
+Seeds = dict[int, dict[str, Any]]  # what a cell came to, by seed
+Results = dict[tuple[str, str], Seeds]  # by cell and text
 
 
 def main() -> None:
@@ -119,54 +121,70 @@ def tables() -> None:
             lines += ["", f"## {about}", "", _counts(results, text), "", *HEAD, *rows]
     lines += ["", "## Claim C7: about one point better than disjoint windows", ""]
     lines += [verdict(results, text, window) for text in TEXTS for window in (256, 512)]
+    lines += ["", *_made(results)]
     lines += ["", "Written by `python experiments/questions/run.py --tables`."]
     write_whole(HERE / "README.md", "\n".join(lines) + "\n")
 
 
-def load() -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Results by cell and text, in the order of the seeds."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def load() -> Results:
+    found: Results = {}
     for path in sorted(RESULTS.glob("*/*.json")):
-        found.setdefault((path.parent.name.rpartition("-seed")[0], path.stem), []).append(json.loads(path.read_text()))
+        cell, _, seed = path.parent.name.rpartition("-seed")
+        found.setdefault((cell, path.stem), {})[int(seed)] = json.loads(path.read_text())
     return found
 
 
-def _counts(results: dict[tuple[str, str], list[dict[str, Any]]], text: str) -> str:
-    data = next(found[0]["data"] for (_, name), found in results.items() if name == text)
+def _counts(results: Results, text: str) -> str:
+    data = next(one["data"] for (_, name), found in results.items() if name == text for one in found.values())
     return f"{data['questions']:,} questions, {data['words']:,} words a document."
 
 
-def _row(results: dict[tuple[str, str], list[dict[str, Any]]], cell: str, text: str) -> list[str]:
+def _row(results: Results, cell: str, text: str) -> list[str]:
     """Means over seeds; the gain over disjoint windows of the same length, and what the state's removal costs."""
     found = results.get((cell, text))
     if not found:
         return []
-    first = [one["rows"][0] for one in found]
+    first = [one["rows"][0] for one in found.values()]
     exact, f1 = (np.mean([row[name] for row in first]) for name in ("exact", "f1"))
     plain = results.get((f"disjoint-{cell.rpartition('-')[2]}", text))
     cells = [cell, str(len(found)), f"{exact:.2f}", f"{f1:.2f}"]
-    if cell.startswith("disjoint") or plain is None:
+    if cell.startswith("disjoint") or plain is None or not found.keys() & plain.keys():
         return ["| " + " | ".join([*cells, "", "", ""]) + " |"]
     mean, low, high = difference(found, plain)
-    each = ", ".join(f"{a['rows'][0]['f1'] - b['rows'][0]['f1']:+.2f}" for a, b in zip(found, plain, strict=False))
-    removed = np.mean([row["f1"] for one in found for row in one["rows"][1:]])
+    each = ", ".join(f"{a['rows'][0]['f1'] - b['rows'][0]['f1']:+.2f}" for a, b in pairs(found, plain))
+    removed = np.mean([row["f1"] for one in found.values() for row in one["rows"][1:]])
     return ["| " + " | ".join([*cells, f"{mean:+.2f} ({low:+.2f} to {high:+.2f})", each, f"{removed:.2f}"]) + " |"]
 
 
-def difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[float, float, float]:
+def _made(results: Results) -> list[str]:
+    """What all this took; COVID-QA is answered by models of SQuADShifts."""
+    runs = [one for (_, text), found in results.items() if text != "covid-qa" for one in found.values()]
+    models = len({(cell, seed) for (cell, _), found in results.items() for seed in found})
+    minutes = sum(one["run"]["seconds"] for one in runs) / 60
+    where, commits = {one["hardware"]["gpu"] for one in runs}, {one["commit"][:12] for one in runs}
+    told = f"{models} models, {minutes:.0f} minutes of training in all on {', '.join(sorted(where))}"
+    return [f"{told}; commit {', '.join(sorted(commits))}."] if runs else []
+
+
+def pairs(ours: Seeds, theirs: Seeds) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Both sides of every seed that both have."""
+    return [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+
+
+def difference(ours: Seeds, theirs: Seeds) -> tuple[float, float, float]:
     """How much better the F1 is, in points: the mean over seeds that both have, and the 95 % interval of a paired
     bootstrap over questions."""
-    pairs = list(zip(ours, theirs, strict=False))
-    gains = np.mean([np.subtract(*(side["rows"][0]["f1_each"] for side in pair)) for pair in pairs], axis=0) / 10
+    each = [np.subtract(*(side["rows"][0]["f1_each"] for side in pair)) for pair in pairs(ours, theirs)]
+    gains = np.mean(each, axis=0) / 10
     drawn = np.random.default_rng(0).integers(len(gains), size=(RESAMPLES, len(gains)), dtype=np.int32)
     low, high = np.percentile(gains[drawn].mean(axis=1), [2.5, 97.5])
     return float(gains.mean()), float(low), float(high)
 
 
-def verdict(results: dict[tuple[str, str], list[dict[str, Any]]], text: str, window: int) -> str:
+def verdict(results: Results, text: str, window: int) -> str:
     ours, theirs = (results.get((f"{kind}-{window}", text)) for kind in ("recurrent", "disjoint"))
     what = f"* {text}, windows of {window}: "
-    if not ours or not theirs:
+    if not ours or not theirs or not pairs(ours, theirs):
         return what + "not measured yet."
     mean, low, high = difference(ours, theirs)
     if low > 0:
