@@ -261,8 +261,33 @@ def test_two_splits_in_one_folder_do_not_overwrite_each_other(trained, home, tmp
 
 
 def test_what_was_evaluated_is_kept_when_the_next_model_fails(trained, home, tmp_path):
-    assert "no model" in fail(*evaluation(trained, home, home / "texts", "--no-control", "--out", tmp_path), code=2)
-    assert len(list(tmp_path.glob("*.json"))) == 1
+    damaged = shutil.copytree(home / "model", tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"cut short")
+    out = tmp_path / "out"
+    assert "damaged" in fail(*evaluation(trained, home, damaged, "--no-control", "--out", out), code=2)
+    assert len(list(out.glob("*.json"))) == 1
+
+
+def test_all_models_are_looked_at_before_one_is_scored(trained, home, tmp_path):
+    for other, more, message in (
+        (home / "texts", (), "holds no model"),
+        (home / "model", ("--overlap", 12), "overlap=12 must be"),
+        (home / "model", ("--window", 13), "reads 12 tokens at once"),
+    ):
+        told = fail(*evaluation(other, home, trained, "--no-control", *more, "--out", tmp_path), code=2)
+        assert message in told
+        assert "evaluating" not in told
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_one_text_is_scored_whole(trained, home, tmp_path):
+    text = tmp_path / "letter.txt"
+    text.write_text("a b c d e f g h " * 20)
+    for command in (("evaluate", trained), ("horizon", trained, "--depth", 1)):
+        (result,) = json.loads(run(*command, "--data", text, "--json").out)
+        assert result["data"]["split"] == "train"
+        assert result["data"]["documents"] == 1
+    assert "has no split 'test', only 'train'" in fail("evaluate", trained, "--data", text, "--split", "test", code=2)
 
 
 def test_a_plain_model_is_trained_in_the_same_loop(train, home, tmp_path):

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from carryforward.data import cache as cache_folders
 from carryforward.data import documents, progress, texts
-from carryforward.data.corpora import available_splits, open_corpus
+from carryforward.data.corpora import available_splits, open_corpus, usual_split
 from carryforward.data.documents import Documents, tokenise
 from carryforward.data.texts import Corpus, Text
 
@@ -149,6 +149,7 @@ def test_sources_without_splits_are_cut_by_a_fixed_rule(tmp_path, count):
     lines = [f"line-{2 * i + 1}" for i in range(count)]
     for source, all_names in ((tmp_path / "flat", names), (tmp_path / "rows.jsonl", lines)):
         assert available_splits(str(source)) == ("train", "validation", "test")
+        assert usual_split(str(source), "test") == "test"
         for split, expected in by_rule(all_names).items():
             assert list(contents(source, split)) == expected
     fingerprints = {open_corpus(str(tmp_path / "rows.jsonl"), s).fingerprint() for s in ("train", "validation", "test")}
@@ -161,6 +162,7 @@ def test_few_documents_are_all_for_training(tmp_path):
     assert contents(tmp_path / "a.txt") == {"a.txt": "a"}
     assert open_corpus(str(tmp_path / "a.txt"), "train").name == "a"
     assert available_splits(str(tmp_path)) == available_splits(str(tmp_path / "a.txt")) == ("train",)
+    assert usual_split(str(tmp_path), "test") == "train"
     with pytest.raises(ValueError, match="no split 'validation', only 'train'"):
         open_corpus(str(tmp_path), "validation")
 

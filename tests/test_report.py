@@ -93,9 +93,10 @@ def test_windows_and_seeds_are_named_where_they_differ_and_the_newest_counts():
     reseeded = result("runs/pg19", [row(0, 131.0)], recurrent=True, seed=1)
     text = report.markdown([again, PLAIN, small, RECURRENT, reseeded])
     assert "| gpt2, window 200 | 0 |" in text
-    assert "| runs/pg19, seed 0 | 0 | 1.75e8 | 132.00 | 150.00 |" in text
-    assert "| runs/pg19, seed 1 | 0 | 1.75e8 | 131.00 | – |" in text
+    assert "| runs/pg19, window 300, seed 0 | 0 | 1.75e8 | 132.00 | 150.00 |" in text
+    assert "| runs/pg19, window 300, seed 1 | 0 | 1.75e8 | 131.00 | – |" in text
     assert "133.02" not in text
+    assert "| runs/pg19, seed 1 | 0 |" in report.markdown([again, reseeded, PLAIN])  # one window: not said
 
 
 def test_settings_that_change_the_numbers_are_named():

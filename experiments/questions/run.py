@@ -37,6 +37,8 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 TRIED: dict[str, dict[str, Any]] = {  # what else a state can be, windows of 256, seed 0
     "every-layer-256": {"window": 256, "insert_at": ("all",)},
+    "layer-5-256": {"window": 256, "insert_at": (5,)},  # where an untrained state changes the last layer most
+    "four-slots-256": {"window": 256, "slots": 4},
     "kept-256": {"window": 256, "slots": 0, "kept": 124, "sinks": 4},
     "one-window-bptt-256": {"window": 256, "bptt_windows": 1},
 }

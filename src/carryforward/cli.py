@@ -129,7 +129,7 @@ def evaluate(
     ] = None,
     data: Data = PYTHON_DOCS,
     config: Config = None,
-    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    split: Annotated[str | None, typer.Option(help="train, validation or test; test, or all of a single text.")] = None,
     overlap: Annotated[list[int] | None, typer.Option(help="One or several; the trained one by default.")] = None,
     window: Annotated[int | None, typer.Option(help="For plain models; all their positions by default.")] = None,
     control: Annotated[bool, typer.Option(help="Score recurrent models without their state as well.")] = True,
@@ -146,15 +146,19 @@ def evaluate(
     """Perplexity against overlap and FLOPs, with the state removed as a control."""
     with told_plainly():
         from . import report
+        from .evaluating import check
         from .evaluating import evaluate as evaluate_one
 
+        names, overlaps = models or [BUNDLED], tuple(overlap or ())
         if out is not None:  # or hours of work would have nowhere to go
             out.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            check(name, overlaps=overlaps, window=window)
         results = []
-        for name in models or [BUNDLED]:
+        for name in names:
             results.append(
                 evaluate_one(
-                    name, data, split=split, overlaps=tuple(overlap or ()), window=window, control=control,
+                    name, data, split=split, overlaps=overlaps, window=window, control=control,
                     reset_every=reset_every, text_field=text_field, checksums=checksums,
                     max_document_tokens=max_document_tokens, batch_size=batch_size, bf16=bf16, device=device,
                 )
@@ -168,7 +172,7 @@ def evaluate(
 def horizon(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Recurrent ones: runs, folders, Hub names.")],
     data: Data = PYTHON_DOCS,
-    split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
+    split: Annotated[str | None, typer.Option(help="train, validation or test; validation, or all of a text.")] = None,
     depth: Annotated[list[int] | None, typer.Option(help="Windows back, several; 0 1 2 4 8 by default.")] = None,
     text_field: TextField = "text",
     max_document_tokens: Annotated[int | None, typer.Option(help="The first so many tokens of each document.")] = None,

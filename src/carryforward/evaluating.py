@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import console
+from . import console, windows
 from .adding import add_recurrence
-from .data.corpora import open_corpus
+from .configuration import RecurrentModelConfig
+from .data.corpora import open_corpus, usual_split
 from .data.documents import tokenise
 from .evaluation import Perplexity, check_positions, perplexity
 from .flops import flops_per_token
 from .insertion import is_supported
-from .loading import Loaded, load_causal, usable_device
+from .loading import Loaded, describe_causal, load_causal, usable_device
 from .modeling import RecurrentPreTrainedModel
 from .provenance import provenance
 from .replay import FastPath
@@ -33,7 +34,7 @@ def evaluate(
     name: str,
     data: str,
     *,
-    split: str = "test",
+    split: str | None = None,
     overlaps: tuple[int, ...] = (),
     window: int | None = None,
     control: bool = True,
@@ -50,6 +51,7 @@ def evaluate(
     """Perplexity of a model at each overlap, beside what it costs and, for a recurrent one, what the state is worth.
 
     Args:
+        split: by default the test split, or all of a source that has only one.
         overlaps: by default the one the model was trained at.
         window: for a plain model; by default the one it was trained with.
         control: score a recurrent model without its state as well.
@@ -58,9 +60,10 @@ def evaluate(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("evaluate runs in one process: start it without torchrun.")
     device = usable_device(device)
+    split = usual_split(data, "test") if split is None else split
     torch.manual_seed(seed)  # nothing here is random; said in the result all the same
     loaded = load_causal(name)
-    window, trained = _reading(loaded, window)
+    window, trained = _reading(name, loaded.model.config, loaded.run, window)
     corpus = open_corpus(data, split, text_field=text_field, checksums=checksums)
     documents = tokenise(corpus, loaded.tokenizer, max_tokens=max_document_tokens)
     targets = int((documents.lengths - 1).clip(min=0).sum())
@@ -103,6 +106,13 @@ def evaluate(
     }
 
 
+def check(name: str, *, overlaps: tuple[int, ...] = (), window: int | None = None) -> None:
+    """Refuse a model that cannot be evaluated so, by its config alone: before others are scored for hours."""
+    window, _ = _reading(name, *describe_causal(name), window)
+    for overlap in overlaps:
+        windows.check(window, overlap)
+
+
 def _flops(loaded: Loaded, window: int, overlap: int, use_state: bool) -> dict[str, float | None]:
     if not loaded.recurrent and not is_supported(loaded.model.config):
         return {"base": None, "recurrence": None, "vocabulary": None}
@@ -123,23 +133,23 @@ def _reader(loaded: Loaded, window: int) -> PreTrainedModel:
     return add_recurrence(loaded.model, window=window, insert_at=1)
 
 
-def _reading(loaded: Loaded, window: int | None) -> tuple[int, int | None]:
+def _reading(
+    name: str, config: PreTrainedConfig, run: dict[str, Any] | None, window: int | None
+) -> tuple[int, int | None]:
     """The window, and the overlap a recurrent model was trained at."""
-    if loaded.recurrent:
-        recurrence = loaded.model.config.recurrence
+    if isinstance(config, RecurrentModelConfig):
+        recurrence = config.recurrence
         if window not in (None, recurrence.window):
-            raise ValueError(
-                f"--window {window}: {loaded.name} reads {recurrence.window} tokens at once. Leave it out."
-            )
+            raise ValueError(f"--window {window}: {name} reads {recurrence.window} tokens at once. Leave it out.")
         return recurrence.window, recurrence.overlap
-    if window is None and loaded.run is not None:
-        window = loaded.run.get("circumstances", {}).get("window") or loaded.run["settings"].get("window") or 300
-    positions = getattr(loaded.model.config, "max_position_embeddings", None)
+    if window is None and run is not None:
+        window = run.get("circumstances", {}).get("window") or run["settings"].get("window") or 300
+    positions = getattr(config, "max_position_embeddings", None)
     if window is None and positions is not None and positions <= _AT_ONCE:
         window = positions
     if window is None:
-        raise ValueError(f"{loaded.name} is a plain model: say with --window how many tokens it reads at once.")
-    check_positions(loaded.model, window)
+        raise ValueError(f"{name} is a plain model: say with --window how many tokens it reads at once.")
+    check_positions(config, window)
     return window, None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import checks, windows
 from .data.samples import by_length, collate, cut, sample
@@ -99,7 +99,7 @@ def perplexity(
     size = recurrence.window if recurrence else window
     assert size is not None
     if recurrence is None:
-        check_positions(model, size)
+        check_positions(model.config, size)
     overlap = (recurrence.overlap if recurrence else 0) if overlap is None else overlap
     windows.check(size, overlap)
     counts = {name: _count(documents, name) for name in ("words", "bytes", "line_ends")}
@@ -118,9 +118,9 @@ def perplexity(
     return Perplexity(nats=float(nats), tokens=tokens, documents=len(documents), **counts)
 
 
-def check_positions(model: PreTrainedModel, window: int) -> None:
+def check_positions(config: PreTrainedConfig, window: int) -> None:
     """Refuse a window that a plain model has no positions for."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and window > positions:
         raise ValueError(f"window={window}: this model has {positions} positions. Use {positions} or less.")
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from . import console, windows
-from .data.corpora import open_corpus
+from .data.corpora import open_corpus, usual_split
 from .data.documents import tokenise
 from .figure import COLOURS, dress, empty, save
 from .files import write_whole
@@ -38,7 +38,7 @@ def survey(
     name: str,
     data: str,
     *,
-    split: str = "validation",
+    split: str | None = None,
     depths: tuple[int, ...] = DEPTHS,
     text_field: str = "text",
     max_document_tokens: int | None = None,
@@ -53,9 +53,8 @@ def survey(
         raise ValueError(f"{name} is a plain model: it has no state to measure.")
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
     depths = tuple(sorted({0, *depths}))
-    documents = tokenise(
-        open_corpus(data, split, text_field=text_field), loaded.tokenizer, max_tokens=max_document_tokens
-    )
+    corpus = open_corpus(data, split or usual_split(data, "validation"), text_field=text_field)
+    documents = tokenise(corpus, loaded.tokenizer, max_tokens=max_document_tokens)
     total = (2 + len(depths)) * int(documents.lengths.sum())  # nearly
     with (
         console.Bar(f"measuring {name}", total, "tokens") as bar,

@@ -60,26 +60,28 @@ def load_bundled() -> tuple[PreTrainedModel, Any]:
 
 def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """Load a causal language model, plain or recurrent, and its tokenizer."""
-    run, is_gguf = _run_of(name), Path(name).suffix == ".gguf"
-    if not is_gguf:  # of which there are no encoders
-        _check_causal(name)
+    config, run = describe_causal(name)
     model = load_model(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
-    if is_gguf:
+    if Path(name).suffix == ".gguf":
         _make_plain(model)
-    if run is not None and not run["settings"].get("recurrence", True) and isinstance(model, RecurrentPreTrainedModel):
-        model = model.base  # a checkpoint of a plain model's run: its recurrence was never trained
+    if isinstance(model, RecurrentPreTrainedModel) and not isinstance(config, RecurrentModelConfig):
+        model = model.base
     return Loaded(name, model, load_tokenizer(name), run)
 
 
-def _check_causal(name: str) -> None:
-    """Refuse encoders before transformers gives them a head that was never trained."""
-    config: Any = load_config(name)
-    base = config.base_config if isinstance(config, RecurrentModelConfig) else config
+def describe_causal(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
+    """What `load_causal` would load, without its weights: the config, and the record of its run. Refuses encoders,
+    before transformers gives them a head that was never trained."""
+    config, run = load_config(name), _run_of(name)
+    base: Any = config.base_config if isinstance(config, RecurrentModelConfig) else config
     if is_supported(base) and not architecture_of(base).causal:
         raise ValueError(
             f"{name} is an encoder ({base.model_type}), and this needs a causal language model. Encoders are for "
             "`carryforward embed` and `carryforward qa`."
         )
+    if run is not None and not run["settings"].get("recurrence", True):
+        return base, run  # a checkpoint of a plain model's run: its recurrence was never trained
+    return config, run
 
 
 def load_recurrent(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:

@@ -208,14 +208,17 @@ def _by_data(results: list[Result]) -> dict[str, dict[str, tuple[bool, Series]]]
     if not results:
         raise ValueError("results is empty: there is nothing to report. Give what `load` gives back.")
     variants: dict[str, list[dict[str, Any]]] = {}
+    windows: dict[str, set[int]] = {}
     for result in results:
         variants.setdefault(result["model"]["name"], []).append(_variant(result))
+        windows.setdefault(_title(result["data"]), set()).add(result["model"]["window"])
     tables: dict[str, dict[str, tuple[bool, Series]]] = {}
     for result in sorted(results, key=lambda result: str(result.get("date") or "")):
         model = result["model"]
         label = model["name"]
         for key, value in _variant(result).items():
-            if any(other[key] != value for other in variants[model["name"]]):
+            differs = any(other[key] != value for other in variants[model["name"]])
+            if differs or (key == "window" and len(windows[_title(result["data"])]) > 1):
                 label += f", {key} {value}"
         _, series = tables.setdefault(_title(result["data"]), {}).setdefault(label, (model["recurrent"], {}))
         for row in result["rows"]:
@@ -235,7 +238,7 @@ def _variant(result: Result) -> dict[str, Any]:
 
 def _title(data: dict[str, Any]) -> str:
     cut = f", max_tokens {data['max_tokens']:,}" if data["max_tokens"] is not None else ""
-    size = f"{data['documents']:,} documents, {data['words']:,} words{cut}"
+    size = f"{data['documents']:,} document{'s' * (data['documents'] != 1)}, {data['words']:,} words{cut}"
     return f"{data['name']}, {data['split']} ({size})"
 
 

@@ -63,6 +63,12 @@ def available_splits(source: str) -> tuple[str, ...]:
     return tuple(_splits(source, "text", None))
 
 
+def usual_split(source: str, usual: str) -> str:
+    """The split to read where none was asked for: the usual one, or the only one of a source that has no other."""
+    splits = available_splits(source)
+    return splits[0] if len(splits) == 1 else usual
+
+
 def _splits(source: str, field: str, checksums: Path | None) -> Splits:
     name, _, folder = source.partition("=")
     if checksums is not None and name != "pg19":
