@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .heads import RecurrentForCausalLM
+from .insertion import positions_of
 from .modeling import evaluating
 
 
@@ -51,7 +52,7 @@ def check_context(model: RecurrentForCausalLM, tokens: int) -> None:
 
 def check_room(model: PreTrainedModel, tokens: int, new_tokens: int) -> None:
     """A plain model must have positions for what it reads and writes."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = positions_of(model.config)
     if positions is not None and tokens + new_tokens > positions:
         raise ValueError(
             f"new_tokens={new_tokens}: behind {tokens} the plain model has {positions - tokens} positions left. Write "

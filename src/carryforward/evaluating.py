@@ -21,7 +21,7 @@ from .data.corpora import open_corpus, usual_split
 from .data.documents import tokenise
 from .evaluation import Perplexity, check_positions, perplexity
 from .flops import flops_per_token
-from .insertion import is_supported
+from .insertion import is_supported, positions_of
 from .loading import Loaded, describe_causal, load_causal, usable_device
 from .modeling import RecurrentPreTrainedModel
 from .provenance import provenance
@@ -144,7 +144,7 @@ def _reading(
         return recurrence.window, recurrence.overlap
     if window is None and run is not None:
         window = run.get("circumstances", {}).get("window") or run["settings"].get("window") or 300
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions_of(config)
     if window is None and positions is not None and positions <= _AT_ONCE:
         window = positions
     if window is None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from . import checks, windows
 from .data.samples import by_length, collate, cut, sample
 from .heads import RecurrentForCausalLM
+from .insertion import positions_of
 from .modeling import RecurrentPreTrainedModel, evaluating
 from .reading import IGNORE
 from .state import State
@@ -120,7 +121,7 @@ def perplexity(
 
 def check_positions(config: PreTrainedConfig, window: int) -> None:
     """Refuse a window that a plain model has no positions for."""
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions_of(config)
     if positions is not None and window > positions:
         raise ValueError(f"window={window}: this model has {positions} positions. Use {positions} or less.")
 

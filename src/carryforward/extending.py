@@ -38,8 +38,10 @@ def extend(
     if loaded.recurrent:
         raise ValueError(f"{name} is recurrent already.")
     architecture = architecture_of(loaded.model.config)
-    positions, reach = architecture.positions(loaded.model.config), architecture.reach(loaded.model.config)
+    reaches = architecture.reaches(loaded.model.config)
+    reach = min((one for one in reaches if one is not None), default=None)
     if window is None:
+        positions = architecture.positions(loaded.model.config)
         usable = min(positions, reach or positions)
         carried = SINKS if sinks is None else sinks
         # half a window is kept: together they fill what can be used

@@ -111,13 +111,11 @@ def _attention(base: PreTrainedConfig, window: int) -> list[float]:
 
 def _pairs(base: PreTrainedConfig, window: int) -> list[float]:
     """For each layer, how many pairs of query and key one window has."""
-    causal = architecture_of(base).causal
-    reach = getattr(base, "sliding_window", None) or window
-    types = getattr(base, "layer_types", None) or ["sliding_attention"] * base.num_hidden_layers
+    architecture = architecture_of(base)
     pairs: list[float] = []
-    for kind in types:
-        seen = min(reach, window) if kind == "sliding_attention" else window
-        if causal:  # the paper's triangle, T² / 2; a sliding window cuts its tip off
+    for reach in architecture.reaches(base):
+        seen = min(reach or window, window)
+        if architecture.causal:  # the paper's triangle, T² / 2; a sliding window cuts its tip off
             pairs.append(seen * window - seen**2 / 2)
         else:  # a sliding window reaches `seen` tokens to either side
             seen = min(seen, window - 1)

@@ -74,10 +74,15 @@ class Architecture:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size
 
-    def reach(self, config: Any) -> int | None:
-        """How far back the layers look that look least far; None where all see everything."""
-        types = getattr(config, "layer_types", None) or ["sliding_attention"]
-        return (getattr(config, "sliding_window", None) or None) if "sliding_attention" in types else None
+    def reaches(self, config: Any) -> list[int | None]:
+        """How far each layer looks; None where it sees everything."""
+        sliding = getattr(config, "sliding_window", None) or None
+        types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        return [sliding if kind == "sliding_attention" else None for kind in types]
+
+    def types_tokens(self, config: Any) -> bool:
+        """Whether the base model can be told which tokens are the question's and which the document's."""
+        return getattr(config, "type_vocab_size", 0) > 1
 
     def turned(self, body: Any, keys: Tensor, by: int | Tensor, window: int) -> Tensor:
         """Rotary keys [B, L, heads, n, d] of all layers, `by` positions further back, or each row so many, [B, 1]."""
@@ -205,6 +210,11 @@ def architecture_of(config: Any) -> Architecture:
 def is_supported(config: Any) -> bool:
     """Whether the inside of a base model is known."""
     return _refusal(config) is None
+
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a base model has, known or not; None where it does not say."""
+    return getattr(config, "max_position_embeddings", None)
 
 
 def _refusal(config: Any) -> str | None:

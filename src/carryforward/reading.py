@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .configuration import RecurrentModelConfig
+from .insertion import architecture_of
 from .state import State
 from .windows import Span, Window, encoder_schedule, schedule
 
@@ -90,7 +91,7 @@ class Reading:
         self.prefixes = [recurrence.prefix] * len(input_ids) if prefixes is None else [tuple(one) for one in prefixes]
         self.suffix = recurrence.suffix
         self.own = prefixes is not None
-        self.typed = self.own and getattr(config.base_config, "type_vocab_size", 0) > 1
+        self.typed = self.own and architecture_of(config.base_config).types_tokens(config.base_config)
         self.rooms = [recurrence.window - len(prefix) - len(self.suffix) for prefix in self.prefixes]
         self.before = state
         self._sent: dict[int, Sequence[Tensor]] = {}

@@ -20,6 +20,7 @@ from . import console
 from .adding import special_tokens
 from .data.encoding import Encoder
 from .data.texts import read_source
+from .insertion import positions_of
 from .interrupting import Interruptible
 from .loading import Loaded, load_causal, usable_device
 from .settings import flag
@@ -249,7 +250,7 @@ def _padding(tokenizer: Any) -> int:
 
 def _room(loaded: Loaded, prompt: int) -> int | None:
     """How many tokens a plain model has positions for behind the prompt; None: there is no limit."""
-    positions = None if loaded.recurrent else getattr(loaded.model.config, "max_position_embeddings", None)
+    positions = None if loaded.recurrent else positions_of(loaded.model.config)
     if positions is None:
         return None
     if prompt >= positions:
