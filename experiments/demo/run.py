@@ -14,6 +14,7 @@ from typing import Any
 
 from carryforward import report
 from carryforward.demo import scores
+from carryforward.table import markdown_table
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
@@ -43,13 +44,13 @@ def run(seed: str) -> None:
 
 
 def table(results: dict[str, list[report.Result]]) -> str:
-    lines = ["| seed | plain | recurrent | | state removed |", "| ---: | ---: | ---: | ---: | ---: |"]
+    lines = []
     for seed, some in results.items():
         found = scores(some)
         plain, recurrent, removed = found["plain"], found["recurrent"], found["removed"]
         change = f"{100 * (recurrent / plain - 1):+.1f} %"
-        lines.append(f"| {seed} | {plain:,.0f} | {recurrent:,.0f} | {change} | {removed:,.0f} |")
-    return "\n".join(lines)
+        lines.append([seed, f"{plain:,.0f}", f"{recurrent:,.0f}", change, f"{removed:,.0f}"])
+    return markdown_table(["seed", "plain", "recurrent", "", "state removed"], lines, words=0)
 
 
 def excerpt(results: dict[str, list[report.Result]]) -> str:

@@ -23,6 +23,7 @@ from carryforward import horizon
 from carryforward.figure import COLOURS
 from carryforward.files import write_whole
 from carryforward.loading import load_config
+from carryforward.table import markdown_table
 
 HERE = Path(__file__).parent
 WINDOW, TOKENS, DEPTHS = 300, 15_000, (0, 1, 2, 4, 8, 16)
@@ -98,7 +99,7 @@ def tables() -> None:
             parts = ([far(one) for one in surveys.values()], [place(one) for one in surveys.values()],
                      [number(one) for one in surveys.values()])  # fmt: skip
             for first, part in zip(("gain with a state from", "at positions", "in windows"), parts, strict=True):
-                lines += ["", *table(first, list(surveys.values()), part)]
+                lines += ["", table(first, list(surveys.values()), part)]
             lines += ["", f"![gains]({figure})"]
         missing = [NAMES[name] for name in NAMES if name not in surveys]
         lines += ["", f"Not measured yet: {'; '.join(missing)}."] * bool(missing)
@@ -133,14 +134,12 @@ def _stretch(begin: int, end: int) -> str:
     return f"{begin}" if end == begin + 1 else f"{begin} to {end - 1}"
 
 
-def table(first: str, surveys: list[dict[str, Any]], gains: list[dict[str, float]]) -> list[str]:
+def table(first: str, surveys: list[dict[str, Any]], gains: list[dict[str, float]]) -> str:
     """A line for each model."""
     heads = list(dict.fromkeys(head for one in gains for head in one))
-    lines = [f"| {first} | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
-    for survey, one in zip(surveys, gains, strict=True):
-        cells = [f"{one[head]:.3f}" if head in one else "–" for head in heads]
-        lines.append(f"| {survey['model']} | {' | '.join(cells)} |")
-    return lines
+    lines = [[survey["model"], *(f"{one[head]:.3f}" if head in one else "–" for head in heads)]
+             for survey, one in zip(surveys, gains, strict=True)]  # fmt: skip
+    return markdown_table([first, *heads], lines)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from carryforward.files import write_whole
 from carryforward.insertion import architecture_of
 from carryforward.loading import load_causal
 from carryforward.provenance import provenance
+from carryforward.table import markdown_table
 
 HERE = Path(__file__).parent
 NAMES = {"bundled": "the bundled model", "smollm2": "SmolLM2-135M"}
@@ -110,12 +111,10 @@ def tables() -> None:
     lines = ["# Where the state enters", "", " ".join(ABOUT.split())]
     for one in found:
         lines += ["", f"## {one['model'][0].upper()}{one['model'][1:]}, {one['layers']} layers", ""]
-        lines += ["| layer | worse, nats per token | a hundredth of the state, nats per window: median | most |"]
-        lines += ["| ---: | ---: | ---: | ---: |"]
-        lines += [
-            f"| {row['layer']} | {row['excess']:+.4f} | {row['median']:.2f} | {row['most']:.2f} |"
-            for row in one["rows"]
-        ]
+        head = ["layer", "worse, nats per token", "a hundredth of the state, nats per window: median", "most"]
+        rows = [[f"{row['layer']}", f"{row['excess']:+.4f}", f"{row['median']:.2f}", f"{row['most']:.2f}"]
+                for row in one["rows"]]  # fmt: skip
+        lines += [markdown_table(head, rows, words=0)]
     drawn, (left, right) = empty(2)
     for one, colour in zip(found, COLOURS, strict=False):
         across = [row["layer"] for row in one["rows"]]

@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import carryforward as cf
 from carryforward.provenance import provenance
+from carryforward.table import markdown_table
 
 HERE = Path(__file__).parent
 DISTANCES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 192)
@@ -84,10 +85,8 @@ def cosine(a, b):
 
 def table(rows):
     values = {(row["overlap"], row["distance"]): row["apart"] for row in rows}
-    lines = ["| distance from the border | " + " | ".join(f"overlap {o}" for o in OVERLAPS) + " |"]
-    lines.append("|---:" * (len(OVERLAPS) + 1) + "|")
-    lines += [f"| {d} | " + " | ".join(f"{values[o, d]:.4f}" for o in OVERLAPS) + " |" for d in DISTANCES]
-    return "\n".join(lines)
+    head = ["distance from the border", *(f"overlap {o}" for o in OVERLAPS)]
+    return markdown_table(head, [[f"{d}", *(f"{values[o, d]:.4f}" for o in OVERLAPS)] for d in DISTANCES], words=0)
 
 
 def draw(rows):

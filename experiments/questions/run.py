@@ -26,6 +26,7 @@ from carryforward.data.questions import write_questions
 from carryforward.files import write_whole
 from carryforward.question_training import train_answers
 from carryforward.settings import QuestionSettings
+from carryforward.table import markdown_table
 
 HERE = Path(__file__).parent
 RESULTS, WORK = HERE / "results", Path("runs/questions")
@@ -118,9 +119,9 @@ def tables() -> None:
     lines = ["# Questions about long documents", "", " ".join(ABOUT.split())]
     results = load()
     for text, about in TEXTS.items():
-        rows = [line for cell in (CELLS | TRIED) for line in _row(results, cell, text)]
+        rows = [_row(results, cell, text) for cell in (CELLS | TRIED) if (cell, text) in results]
         if rows:
-            lines += ["", f"## {about}", "", _counts(results, text), "", *HEAD, *rows]
+            lines += ["", f"## {about}", "", _counts(results, text), "", markdown_table(HEAD, rows)]
     lines += ["", "## Claim C7: about one point better than disjoint windows", ""]
     lines += [verdict(results, text, window) for text in TEXTS for window in (256, 512)]
     lines += ["", *_made(results)]
@@ -143,19 +144,17 @@ def _counts(results: Results, text: str) -> str:
 
 def _row(results: Results, cell: str, text: str) -> list[str]:
     """Means over seeds; the gain over disjoint windows of the same length, and what the state's removal costs."""
-    found = results.get((cell, text))
-    if not found:
-        return []
+    found = results[cell, text]
     first = [one["rows"][0] for one in found.values()]
     exact, f1 = (np.mean([row[name] for row in first]) for name in ("exact", "f1"))
     plain = results.get((f"disjoint-{cell.rpartition('-')[2]}", text))
     cells = [cell, str(len(found)), f"{exact:.2f}", f"{f1:.2f}"]
     if cell.startswith("disjoint") or plain is None or not found.keys() & plain.keys():
-        return ["| " + " | ".join([*cells, "", "", ""]) + " |"]
+        return [*cells, "", "", ""]
     mean, low, high = difference(found, plain)
     each = ", ".join(f"{a['rows'][0]['f1'] - b['rows'][0]['f1']:+.2f}" for a, b in pairs(found, plain))
     removed = np.mean([row["f1"] for one in found.values() for row in one["rows"][1:]])
-    return ["| " + " | ".join([*cells, f"{mean:+.2f} ({low:+.2f} to {high:+.2f})", each, f"{removed:.2f}"]) + " |"]
+    return [*cells, f"{mean:+.2f} ({low:+.2f} to {high:+.2f})", each, f"{removed:.2f}"]
 
 
 def _made(results: Results) -> list[str]:
@@ -208,10 +207,7 @@ TEXTS = {
     "covid-qa": "COVID-QA, trained on SQuADShifts alone",
     "hotpotqa": "HotpotQA, a sample, trained on another sample after SQuADShifts",
 }
-HEAD = [
-    "| model and window | seeds | exact match | F1 | F1 against disjoint | by seed | state removed: F1 |",
-    "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-]
+HEAD = ["model and window", "seeds", "exact match", "F1", "F1 against disjoint", "by seed", "state removed: F1"]
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from carryforward.evaluating import evaluate
 from carryforward.extending import extend
 from carryforward.insertion import architecture_of
 from carryforward.loading import load_config
+from carryforward.table import markdown_table
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
@@ -88,17 +89,19 @@ def tables() -> None:
 
 def excerpt() -> str:
     """For the main README: what half a window is worth, beside overlaps."""
-    lines = ["| word perplexity, windows of 300 | plain | overlap 50 | overlap 200 | 150 positions carried on |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    head = ["word perplexity, windows of 300", "plain", "overlap 50", "overlap 200", "150 positions carried on"]
+    lines = []
     for setting, name in NAMES.items():
         found = {one["model"]["name"]: one for one in report.load(HERE / "results" / setting)}
         rows = {row["overlap"]: row for row in found["plain"]["rows"]}
         (own,) = [row for row in found["kept 146 + 4"]["rows"] if row["use_state"]]
         numbers = [f"{rows[overlap]['word_perplexity']:.1f}" for overlap in SHOWN]
-        lines.append(f"| {name} | {' | '.join(numbers)} | {own['word_perplexity']:.1f} |")
+        lines.append([name, *numbers, f"{own['word_perplexity']:.1f}"])
         cost = [row["flops"]["base"] + row["flops"]["recurrence"] for row in (*(rows[o] for o in SHOWN), own)]
-        lines.append(f"| its FLOPs | {' | '.join(f'{one / cost[0]:.2f}' for one in cost)} |")
-    return "\n".join(lines) + "\n\nOn 50 [validation books](experiments/untrained/README.md), nothing trained."
+        lines.append(["its FLOPs", *(f"{one / cost[0]:.2f}" for one in cost)])
+    return (
+        markdown_table(head, lines) + "\n\nOn 50 [validation books](experiments/untrained/README.md), nothing trained."
+    )
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from .data.questions import Question, read_questions
 from .files import write_whole
 from .loading import Loaded, load_finder
 from .provenance import provenance
+from .table import markdown_table
 
 
 def evaluate_answers(
@@ -117,16 +118,15 @@ def _answers(
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
     """A line for each model, the control beside it."""
-    lines = ["| model | window | exact match | F1 | state removed: exact match | F1 |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines = []
     for one in results:
         rows = {row["use_state"]: row for row in one["rows"]}
         shown = [rows.get(True), rows.get(False)] if one["model"]["recurrent"] else [rows[False], None]
         cells = [f"{row[name]:.2f}" if row else "–" for row in shown for name in ("exact", "f1")]
-        lines.append(f"| {one['model']['name']} | {one['model']['window']} | {' | '.join(cells)} |")
+        lines.append([one["model"]["name"], f"{one['model']['window']}", *cells])
+    table = markdown_table(["model", "window", "exact match", "F1", "state removed: exact match", "F1"], lines)
     about = results[0]["data"]
-    lines += ["", f"{about['name']}: {about['questions']:,} questions, {about['words']:,} words a document."]
-    return "\n".join(lines)
+    return f"{table}\n\n{about['name']}: {about['questions']:,} questions, {about['words']:,} words a document."
 
 
 def _scored(questions: Sequence[Question], found: Sequence[Found]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from .files import write_whole
 from .loading import load_causal, usable_device
 from .provenance import provenance
 from .scoring import horizon, token_losses
+from .table import markdown_table
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +111,9 @@ def _means(where: np.ndarray, values: np.ndarray, borders: Any) -> list[dict[str
 def markdown(result: dict[str, Any]) -> str:
     """Gains by depth, as a table."""
     where = f"{result['data']['name']}, {result['data']['split']}, {result['tokens']:,} tokens"
-    lines = [f"{result['model']} on {where}, windows of {result['window']}:"]
-    lines += ["", "| windows back | nats per token | gain |", "| ---: | ---: | ---: |"]
-    lines += [f"| {one['windows']} | {one['nats']:.4f} | {one['gain']:.4f} |" for one in result["depths"]]
-    return "\n".join(lines)
+    rows = [[f"{one['windows']}", f"{one['nats']:.4f}", f"{one['gain']:.4f}"] for one in result["depths"]]
+    table = markdown_table(["windows back", "nats per token", "gain"], rows, words=0)
+    return f"{result['model']} on {where}, windows of {result['window']}:\n\n{table}"
 
 
 def write(results: list[dict[str, Any]], folder: Path) -> None:

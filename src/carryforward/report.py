@@ -33,6 +33,7 @@ from typing import Any
 from .figure import Line, Point, draw
 from .figure import save as save_figure
 from .files import write_whole
+from .table import markdown_table
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +107,7 @@ def markdown(results: list[Result]) -> str:
         head = ["model", "overlap", "FLOPs/token", "word perplexity", "state removed", "token perplexity", "bits/byte"]
         if line_ends:
             head.insert(5, "word perplexity, line ends counted")
-        lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-        marked = False
+        lines, marked = [], False
         for name, (_, series) in models.items():
             for overlap, (row, removed) in sorted(series.items()):
                 untrained = any(r and r["untrained_overlap"] for r in (row, removed))
@@ -117,8 +117,8 @@ def markdown(results: list[Result]) -> str:
                 if line_ends:
                     rest.insert(0, _number(_with_line_ends(row), "with_line_ends"))
                 shown = f"{overlap}\\*" if untrained else f"{overlap}"
-                lines.append([name.replace("|", "\\|"), shown, flops_text(_cost(row or removed)), *perplexities, *rest])
-        text = [f"### {title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""]
+                lines.append([name, shown, flops_text(_cost(row or removed)), *perplexities, *rest])
+        text = [f"### {title}", "", markdown_table(head, lines), ""]
         text.append("FLOPs/token: layers and recurrence, without the vocabulary projection.")
         if marked:
             text += ["", "\\* not the overlap the model was trained at."]
@@ -158,11 +158,9 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
 
 def flops_table(rows: list[Row]) -> str:
     """Rows of overlap, base, recurrence and vocabulary as Markdown."""
-    lines = ["| overlap | FLOPs/token | recurrence adds | vocabulary projection |", "|---:|---:|---:|---:|"]
-    for row in rows:
-        costs = " | ".join(flops_text(row[name]) for name in ("base", "recurrence", "vocabulary"))
-        lines.append(f"| {row['overlap']} | {costs} |")
-    return "\n".join(lines)
+    head = ["overlap", "FLOPs/token", "recurrence adds", "vocabulary projection"]
+    parts = ("base", "recurrence", "vocabulary")
+    return markdown_table(head, [[f"{row['overlap']}", *(flops_text(row[p]) for p in parts)] for row in rows], words=0)
 
 
 def write(results: list[Result], folder: str | os.PathLike) -> None:

@@ -22,6 +22,7 @@ from .files import write_whole
 from .loading import usable_device
 from .people import People, mentions, people, taken_up
 from .settings import ContinuationSettings
+from .table import markdown_table
 from .topic_reports import continued_and_fitted, diverging, origin
 from .topics import Topics
 
@@ -170,7 +171,7 @@ def _escape_markdown(text: str) -> str:
 
 
 def _markdown_table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+    return markdown_table(head, rows, words=len(head))
 
 
 def _html_table(head: list[str], rows: list[list[str]]) -> str:

@@ -34,6 +34,7 @@ from .files import write_whole
 from .loading import usable_device
 from .provenance import provenance
 from .settings import ContinuationSettings
+from .table import markdown_table
 from .topics import Topics
 
 SHOWN_WORDS = 8  # of a topic, in the table
@@ -133,12 +134,14 @@ def markdown(result: dict[str, Any]) -> str:
         f"{result['context_tokens']} tokens, {result['settings']['new_tokens']} tokens written after each; "
         f"Jensen-Shannon divergence of {len(result['topics']['top_words'])} topics.",
         "",
-        "| | nats | bits | recurrent is closer in | farther in | equal in | sign test | difference in nats |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        markdown_table(
+            ["", "nats", "bits", "recurrent is closer in", "farther in", "equal in", "sign test", "difference in nats"],
+            [
+                [writer, f"{one['mean']:.4f}", f"{one['bits']:.4f}", *_beside(result["against"].get(writer))]
+                for writer, one in result["writers"].items()
+            ],
+        ),
     ]
-    for writer, one in result["writers"].items():
-        cells = [f"{one['mean']:.4f}", f"{one['bits']:.4f}", *_beside(result["against"].get(writer))]
-        lines.append(f"| {writer} | {' | '.join(cells)} |")
     wordless = ", ".join(f"{one['wordless']:,} ({writer})" for writer, one in result["writers"].items())
     lines += [
         "",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import mean as average
 
+from ..table import markdown_table
 from .figures import curves, frontier
 from .tables import Row, change, flops, paired, split, told
 
@@ -239,7 +240,7 @@ def _against(rows: Sequence[Row], recurrent: int, plain: int, as_good: bool = Fa
 def page(settings: dict[str, Results]) -> str:
     """A table: a line for each claim, a column for each setting."""
     words = {True: "**holds**", False: "**does not hold**", None: "**undecided**"}
-    lines = [f"| claim | {' | '.join(settings)} |", "| --- |" + " --- |" * len(settings)]
+    lines = []
     for number, (claim, part, judge) in CLAIMS.items():
         cells = []
         for found in settings.values():
@@ -250,5 +251,5 @@ def page(settings: dict[str, Results]) -> str:
                 cells.append(f"not all of it measured yet; so far, {verdict.told}")
             else:
                 cells.append(f"{words[verdict.holds]}: {verdict.told}")
-        lines.append(f"| {number}: {claim} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([f"{number}: {claim}", *cells])
+    return markdown_table(["claim", *settings], lines, words=1 + len(settings))

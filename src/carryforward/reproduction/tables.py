@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..report import flops_text
+from ..table import markdown_table
 from .recipes import Cell, Recipe
 from .results import differing, record_of, result_of
 
@@ -247,6 +248,4 @@ def _short(commit: str) -> str:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    head, *rest = lines
-    ruled = [head, ["---:"] * len(head), *rest]
-    return "\n".join(f"| {' | '.join(line)} |" for line in ruled)
+    return markdown_table(lines[0], lines[1:], words=0)
