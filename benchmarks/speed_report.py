@@ -48,7 +48,8 @@ def tables(record: dict[str, Any]) -> str:
                 one, other = row["sides"][side], row["sides"][against]
                 ratio = one["tokens_per_second"] / other["tokens_per_second"]
                 what = f"{name} | {row['shape']}, {row['batch']} | {side}: {_rate(one)} | {against}: {_rate(other)}"
-                lines.append(f"| {what} | {ratio:.2f} | {target} |")
+                shown = f"{ratio:.2f}" if round(ratio, 2) != targets.get(hardware["device"]) else f"{ratio:.3f}"
+                lines.append(f"| {what} | {shown} | {target} |")  # two digits must not make up for what is missing
     for row in record["rows"]:
         lines += _more(row)
     return "\n".join(lines) + "\n"

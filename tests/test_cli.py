@@ -102,6 +102,12 @@ def evaluation(model, home, *more):
     return ["evaluate", model, "--data", home / "texts", *more]
 
 
+def test_a_run_that_only_warms_up_is_told_so(train):
+    assert "steps in all, and 100 of warm-up: the learning rate stays small" in succeed(*train, "--no-validation").err
+    again = [*train[:-1], f"{train[-1]}-2", "--warmup-steps", 2]
+    assert "of warm-up" not in succeed(*again, "--no-validation").err
+
+
 # --- help and flags ------------------------------------------------------------------------------------------------
 
 

@@ -162,7 +162,8 @@ def test_few_documents_are_all_for_training(tmp_path):
     assert contents(tmp_path / "a.txt") == {"a.txt": "a"}
     assert open_corpus(str(tmp_path / "a.txt"), "train").name == "a"
     assert available_splits(str(tmp_path)) == available_splits(str(tmp_path / "a.txt")) == ("train",)
-    assert usual_split(str(tmp_path), "test") == "train"
+    assert usual_split(str(tmp_path / "a.txt"), "test") == "train"
+    assert usual_split(str(tmp_path), "test") == "test"  # which it has not: training text is not scored unasked
     with pytest.raises(ValueError, match="no split 'validation', only 'train'"):
         open_corpus(str(tmp_path), "validation")
 

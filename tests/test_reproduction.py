@@ -122,6 +122,8 @@ def test_a_recipe_that_is_not_there(folder):
     result = CliRunner().invoke(app, ["reproduce", "table2", "--setting", "gpt3"])
     assert result.exit_code == 2
     assert "no such recipe. Settings there: tiny." in result.stderr
+    result = CliRunner().invoke(app, ["reproduce", "table9", "--setting", "tiny"])
+    assert "no such recipe. Say with --experiments where" in result.stderr
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

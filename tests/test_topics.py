@@ -134,6 +134,8 @@ def test_comparisons_by_hand():
     found = compare([0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 0.3, 0.3, 0.1, 0.9], seed=1)
     assert found.difference == pytest.approx(-0.06)
     assert (found.closer, found.farther, found.equal) == (3, 1, 1)
+    rounded = compare([0.3, 0.30001, 0.5], [0.30001, 0.3, 0.4])
+    assert (rounded.closer, rounded.farther, rounded.equal) == (0, 1, 2)
     assert found.share == 0.6
     assert found.p == binomtest(3, 4).pvalue
     assert found == compare([0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 0.3, 0.3, 0.1, 0.9], seed=1)

@@ -128,10 +128,8 @@ def tables() -> None:
     for axes in (left, right):
         axes.legend(fontsize=8.5, edgecolor="none", framealpha=0.9)
     drawn.savefig(HERE / "figure.png")
-    lines += [
-        "",
-        "SmolLM2-135M [trained](../alternatives/README.md) with the state at layer 6 uses it, at layer 2 not.",
-    ]
+    trained = "SmolLM2-135M [trained](../alternatives/README.md) without overlap"
+    lines += ["", f"{trained} uses a state that enters at layer 6, not one at layer 2."]
     lines += ["", "![by layer](figure.png)", "", "Written by `python experiments/insertion/run.py --tables`."]
     write_whole(HERE / "README.md", "\n".join(lines) + "\n")
 

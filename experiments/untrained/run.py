@@ -99,9 +99,8 @@ def excerpt() -> str:
         lines.append([name, *numbers, f"{own['word_perplexity']:.1f}"])
         cost = [row["flops"]["base"] + row["flops"]["recurrence"] for row in (*(rows[o] for o in SHOWN), own)]
         lines.append(["its FLOPs", *(f"{one / cost[0]:.2f}" for one in cost)])
-    return (
-        markdown_table(head, lines) + "\n\nOn 50 [validation books](experiments/untrained/README.md), nothing trained."
-    )
+    books = "On 50 [validation books](experiments/untrained/README.md), nothing trained"
+    return f"{markdown_table(head, lines)}\n\n{books}; SmolLM2-135M-Instruct, from 4-bit weights."
 
 
 if __name__ == "__main__":

@@ -48,6 +48,10 @@ class Show(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
+            warmup = args.get_warmup_steps(state.max_steps)
+            if warmup >= state.max_steps > 0:
+                told = f"{state.max_steps:,} steps in all, and {warmup:,} of warm-up"
+                console.note(f"{told}: the learning rate stays small. Use a smaller --warmup-steps, or train longer.")
             total, done = (self.trainer.done_after(step) for step in (state.max_steps, state.global_step))
             self.bar = console.Bar("training", total, self.trainer.unit, done=done)
             self.bar.__enter__()

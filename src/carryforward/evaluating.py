@@ -51,7 +51,7 @@ def evaluate(
     """Perplexity of a model at each overlap, beside what it costs and, for a recurrent one, what the state is worth.
 
     Args:
-        split: by default the test split, or all of a source that has only one.
+        split: by default the test split, or all of a single text.
         overlaps: by default the one the model was trained at.
         window: for a plain model; by default the one it was trained with.
         control: score a recurrent model without its state as well.

@@ -204,10 +204,15 @@ u {{ text-decoration-color: #d55e00; text-decoration-thickness: 2px; }}
 )
 
 
+def _told(model: dict[str, Any]) -> str:
+    tokens = model["trained_tokens"]
+    return model["name"] + (f" (trained on {tokens:,} tokens)" if tokens else "")
+
+
 def _page(
     form: _Form, result: dict[str, Any], tables: dict[str, list[Row]], found: Continuations, present: list[People]
 ) -> str:
-    data, models = result["data"], [one["name"] for one in (result["model"], result["plain"]) if one]
+    data, models = result["data"], [_told(one) for one in (result["model"], result["plain"]) if one]
     intro = form.escape(
         _INTRO.format(
             tokens=result["context_tokens"], models=" and ".join(models), data=f"{data['name']}, {data['split']}",

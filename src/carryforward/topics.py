@@ -24,6 +24,7 @@ VOCABULARY = 10_000  # the commonest words
 EVERYWHERE, NAMES = 0.2, 0.05  # words of more stretches say nothing; those of fewer documents are mostly names there
 PASSES, UPDATES, BATCH = 2, 200, 256  # over the stretches at least, in all at least, and stretches between two
 RESAMPLED, LEVEL = 10_000, 0.95  # of the bootstrap interval
+EQUAL = 2e-5  # nats; two continuations without a known word are this far apart, by rounding
 ARRAYS = "arrays.npz"  # the file that is read again
 _WORDS_ARE = (
     ": words are three letters or more, no English function words, not in every stretch and not in a few documents "
@@ -230,8 +231,9 @@ class Comparison:
 
 
 def compare(one: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray, *, seed: int = 0) -> Comparison:
-    """Hold divergences against others, context by context."""
+    """Hold divergences against others, context by context. Differences below `EQUAL` are of arithmetic alone."""
     differences = np.asarray(one, dtype=float) - np.asarray(other, dtype=float)
+    differences[np.abs(differences) < EQUAL] = 0
     closer, farther = int((differences < 0).sum()), int((differences > 0).sum())
     count, random = len(differences), np.random.default_rng(seed)
     means = [differences[random.integers(count, size=count)].mean() for _ in range(RESAMPLED)]

@@ -64,9 +64,9 @@ def available_splits(source: str) -> tuple[str, ...]:
 
 
 def usual_split(source: str, usual: str) -> str:
-    """The split to read where none was asked for: the usual one, or the only one of a source that has no other."""
-    splits = available_splits(source)
-    return splits[0] if len(splits) == 1 else usual
+    """The split to read where none was asked for: the usual one, or all of a single text."""
+    path = Path(source).expanduser()
+    return "train" if path.suffix.lower() == ".txt" and path.is_file() else usual
 
 
 def _splits(source: str, field: str, checksums: Path | None) -> Splits:

@@ -124,7 +124,7 @@ def c8(found: Results) -> Verdict:
     useless = unused(at(rows, 0, True), removed_at(rows, 0), at(rows, 0, False))
     if useless is not None:
         return useless
-    text = f"at overlap 0, books {100 * gains[0]:.1f} %, WikiText {100 * gains[1]:.1f} %"
+    text = f"at overlap 0, books {100 * gains[0]:.1f} %, WikiText, which is also another kind, {100 * gains[1]:.1f} %"
     return Verdict(None if abs(gains[0] - gains[1]) < SLIGHT else gains[0] > gains[1], text)
 
 

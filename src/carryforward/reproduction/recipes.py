@@ -119,7 +119,8 @@ def _content(path: Path) -> dict[str, Any]:
 
     if not path.is_file():
         found = ", ".join(sorted(other.stem for other in path.parent.glob("*.yaml")))
-        raise ValueError(f"{path}: no such recipe." + (f" Settings there: {found}." if found else ""))
+        hint = f"Settings there: {found}." if found else "Say with --experiments where the repository has its recipes."
+        raise ValueError(f"{path}: no such recipe. {hint}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
