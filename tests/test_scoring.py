@@ -12,6 +12,7 @@ import torch
 from torch.testing import assert_close
 
 import carryforward as cf
+from carryforward import console
 from carryforward.cli import main
 from carryforward.loading import load_causal
 from carryforward.scoring import horizon, token_losses
@@ -73,7 +74,10 @@ def test_what_cannot_be_measured():
         token_losses(tiny.recurrent("bert"), DOCUMENTS)
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    bars = []
+    begin = console.Bar.__enter__
+    monkeypatch.setattr(console.Bar, "__enter__", lambda bar: bars.append(bar) or begin(bar))
     prose.save_model(tmp_path / "plain")
     prose.save_topics(tmp_path / "texts", 6)
     model = cf.add_recurrence(load_causal(str(tmp_path / "plain")).model, window=16, hidden_sizes=(8,))
@@ -87,6 +91,8 @@ def test_the_command(tmp_path, capsys):
         assert end.value.code == code
         told[name] = capsys.readouterr()
     assert "it has no state to measure" in told["plain"].err
+    assert [bar.done for bar in bars] == [bar.total for bar in bars]
+    assert bars[-1].unit == "tokens"
     (result,) = json.loads((tmp_path / "out" / "horizon.json").read_text())
     assert [one["windows"] for one in result["depths"]] == [0, 1, 3]
     assert result["depths"][0]["gain"] == 0

@@ -25,7 +25,7 @@ from .figure import COLOURS, dress, empty, save
 from .files import write_whole
 from .loading import load_causal, usable_device
 from .provenance import provenance
-from .scoring import horizon, token_losses
+from .scoring import deep_windows, horizon, token_losses
 from .table import markdown_table
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ def survey(
     depths = tuple(sorted({0, *depths}))
     corpus = open_corpus(data, split or usual_split(data, "validation"), text_field=text_field)
     documents = tokenise(corpus, loaded.tokenizer, max_tokens=max_document_tokens)
-    total = (2 + len(depths)) * int(documents.lengths.sum())  # nearly
+    ends, stride = deep_windows(model, documents, depths)
+    total = len(depths) * len(ends) * stride + 2 * int((documents.lengths - 1).clip(min=0).sum())
     with (
         console.Bar(f"measuring {name}", total, "tokens") as bar,
         torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bf16),

@@ -142,18 +142,8 @@ def horizon(
 
     The same tokens for every depth: full windows that have as many before them as the greatest depth.
     """
-    if not depths or min(depths) < 0:
-        raise ValueError(f"depths={list(depths)}: give numbers of windows, from 0.")
-    overlap, size = checked_overlap(model, None), model.config.recurrence.window
-    stride = size - overlap
-    ends = [(i, end) for i, document in enumerate(documents)
-            for end in range(size + max(depths) * stride, len(document), stride)]  # fmt: skip
-    if not ends:
-        raise ValueError(
-            f"no document has {max(depths) + 1} full windows of {size} tokens and one token more. Use smaller depths, "
-            "or longer documents."
-        )
-    found, total = {}, len(ends) * stride
+    ends, stride = deep_windows(model, documents, depths)
+    size, found, total = model.config.recurrence.window, {}, len(ends) * stride
     with evaluating(model), torch.inference_mode():
         for depth in depths:
             nats = 0.0
@@ -166,6 +156,24 @@ def horizon(
                 progress(sum(int((one["labels"] != IGNORE).sum()) for one in samples))
             found[depth] = nats / total
     return found, total
+
+
+def deep_windows(
+    model: RecurrentForCausalLM, documents: Sequence[Any], depths: Sequence[int]
+) -> tuple[list[tuple[int, int]], int]:
+    """The windows that `horizon` scores, each by its document and where it ends, and how many tokens each scores."""
+    if not depths or min(depths) < 0:
+        raise ValueError(f"depths={list(depths)}: give numbers of windows, from 0.")
+    overlap, size = checked_overlap(model, None), model.config.recurrence.window
+    stride = size - overlap
+    ends = [(i, end) for i, document in enumerate(documents)
+            for end in range(size + max(depths) * stride, len(document), stride)]  # fmt: skip
+    if not ends:
+        raise ValueError(
+            f"no document has {max(depths) + 1} full windows of {size} tokens and one token more. Use smaller depths, "
+            "or longer documents."
+        )
+    return ends, stride
 
 
 def checked_overlap(model: RecurrentForCausalLM, overlap: int | None) -> int:
