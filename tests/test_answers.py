@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 import carryforward as cf
 from carryforward import answering
 from carryforward.answer_scores import normalised, score
-from carryforward.answering import answer_all, ask, best
+from carryforward.answering import Found, answer_all, ask, best
 from carryforward.data.joining import join_files, join_passages
 from carryforward.data.questions import Answer, Question, read_questions, write_questions
 
@@ -104,6 +104,11 @@ def test_compressed_files(tmp_path, suffix, opened):
         (json.dumps(squad({"id": "9", "question": "?", "answers": []}, context=None)), "question 9 lacks something"),
         (json.dumps([{**HOTPOT, "context": 3}]), "question h lacks something"),
         (json.dumps(squad({"id": "9", "answers": []})), "question 9 lacks something"),
+        (json.dumps([{**HOTPOT, "context": {"title": ["a", "b", "c"], "sentences": []}}]), "question h lacks"),
+        (json.dumps([{"id": "9", "question": "?", "context": "a b", "answers": {"text": ["a"], "answer_start": []}}]),
+         "question 9 lacks something"),
+        (json.dumps(squad({"id": "9", "question": "?", "answers": [{"text": "a", "answer_start": "four"}]})),
+         "a.json: question 9 lacks something"),
         (json.dumps(squad({"id": "9", "question": "?", "answers": [{"text": "a", "answer_start": 999}]})),
          "question 9: an answer begins at character 999 of a document that has 35"),
     ],
@@ -112,6 +117,14 @@ def test_files_of_another_form(tmp_path, content, message):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         read_questions(tmp_path / "a.json")
+
+
+def test_what_a_file_may_have_too(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(HOTPOT) + "\n")
+    assert [question.id for question in read_questions(tmp_path / "a.jsonl")] == ["h"]
+    empty = {"id": "9", "question": "?", "answers": [{"text": "", "answer_start": -1}]}
+    (question,) = read_questions(write(tmp_path / "b.json", squad(empty)))
+    assert question.kind == "none"
 
 
 @pytest.mark.skipif(not CORPORA.exists(), reason="needs the corpora beside the repository")
@@ -144,6 +157,8 @@ def test_passages_are_joined_around_the_answer():
     assert join_passages(questions, 60, seed=4) != joined
     same = [*questions[:3], Question("other", "?", "Another W1X here.", (Answer("W1X", 8),), "span", "squad")]
     assert "Another W1X" not in join_passages(same, 500)[1].document, "which would be a second answer"
+    asked = [replace(questions[0], answers=(Answer("has"),), kind="no"), *questions[1:]]
+    assert len(join_passages(asked, 60)[0].document.split()) >= 60, "a word of the text, but not what is looked for"
 
 
 def test_what_is_set_aside_shares_no_passage(tmp_path):
@@ -239,6 +254,9 @@ def test_no_answer_is_found_twice():
     logits = torch.tensor([0.0, 5.0, 0.0]), torch.tensor([0.0, 5.0, 0.0]), torch.zeros(4)
     found = [(one.text, one.start, one.end) for one in best(logits, document, offsets, top_k=9) if one.kind == "span"]
     assert sorted(found) == [("a", 0, 1), ("a \n b", 0, 5), ("b", 4, 5)]
+    # a character of two tokens: what they say of it adds up
+    logits = torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.0]), torch.tensor([0.0, *[-torch.inf] * 3])
+    assert best(logits, "京", np.array([(0, 1), (0, 1)]), top_k=5) == [Found("京", "span", pytest.approx(1), 0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +282,9 @@ def test_an_answer_is_a_stretch_of_the_text(finder, tmp_path):
     spans = [one.probability for one in found if one.kind == found[0].kind]
     assert spans == sorted(spans, reverse=True)
     assert 0 < sum(one.probability for one in found) <= 1
+    few = cf.answer(model, "Who sat?", "A cat.", tokenizer, top_k=50)
+    assert {one.kind for one in few} == {"span"}, "which is all that a head without training knows"
+    assert sum(one.probability for one in few) == pytest.approx(1)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     again = cf.RecurrentForQuestionAnswering.from_pretrained(tmp_path)
@@ -282,6 +303,14 @@ def test_what_has_no_answer(finder):
         cf.answer(tiny.recurrent("bert"), "Who?", "Text.", tokenizer)
     with pytest.raises(ValueError, match="question is not Unicode"):
         cf.answer(model, "Who\ud800?", "Text.", tokenizer)
+    with pytest.raises(ValueError, match="tokenizer is missing"):
+        cf.answer(model, "Who?", "Text.")
+    ids = torch.ones(1, 9, dtype=torch.long)
+    with pytest.raises(ValueError, match="question_ids holds the token id 999999"):
+        model(ids, question_ids=[[999999]])
+    with pytest.raises(ValueError, match="answer_kinds holds 4; accepted are 0 to 3"):
+        model(ids, question_ids=[[5]], start_positions=torch.tensor([0]), end_positions=torch.tensor([0]),
+              answer_kinds=torch.tensor([4]))  # fmt: skip
     for name in ("top_k", "max_answer_tokens"):
         with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
             cf.answer(model, "Who?", "Text.", tokenizer, **{name: 0})

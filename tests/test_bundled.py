@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import carryforward as cf
@@ -24,7 +25,7 @@ BUNDLED = ROOT / "src/carryforward/bundled"
 
 def invoke(*arguments):
     """The command line, in this process."""
-    return CliRunner().invoke(app, spread(list(map(str, arguments))))
+    return CliRunner().invoke(app, spread(list(map(str, arguments)), get_command(app)))
 
 
 # --- the model -----------------------------------------------------------------------------------------------------
@@ -191,4 +192,12 @@ def test_own_text(tmp_path):
 
 
 def test_text_takes_several_files():
-    assert spread(["demo", "--text", "a", "b", "--seed", "1"]) == ["demo", "--text", "a", "--text", "b", "--seed", "1"]
+    command = get_command(app)
+    for words, expected in (
+        ("demo --text a b --seed 1", "demo --text a --text b --seed 1"),
+        ("evaluate m --overlap 0 5 other", "evaluate m --overlap 0 --overlap 5 other"),
+        ("qa train --insert-at 2 4 --epochs 1", "qa train --insert-at 2 --insert-at 4 --epochs 1"),
+        ("qa train --learning-rate 1e-3 1e-5", "qa train --learning-rate 1e-3 1e-5"),  # takes one: click refuses two
+        ("inspect m --text a b", "inspect m --text a b"),
+    ):
+        assert spread(words.split(), command) == expected.split()

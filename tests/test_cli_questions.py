@@ -13,11 +13,13 @@ import yaml
 from test_cli import fail, succeed
 from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, set_seed
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, set_seed
 
 import carryforward as cf
 from carryforward import question_training
+from carryforward.callbacks import Show
 from carryforward.data.questions import Answer, Question, read_questions
+from carryforward.loading import load_finder
 from carryforward.question_trainer import QuestionTrainer, QuestionTrainingArguments
 from carryforward.settings import QuestionSettings
 
@@ -110,18 +112,20 @@ def test_evaluation_gives_scores_controls_and_predictions(home, trained, tmp_pat
     rows = [line for line in told.out.splitlines() if "run" in line or "alone" in line]
     assert len(rows) == 2
     assert rows[1].endswith("| – | – |"), "a model trained without a state has no control"
-    result = json.loads(next((tmp_path / "out").glob("*run.json")).read_text())
+    result = json.loads(next((tmp_path / "out").glob("*run-few-??????.json")).read_text())
     assert {row["use_state"] for row in result["rows"]} == {True, False}
     ids = [question["id"] for p in questions(3)["data"][0]["paragraphs"] for question in p["qas"]]
     assert list(result["rows"][0]["scores"]) == ids
-    predictions = json.loads(next((tmp_path / "out").glob("*run-predictions.json")).read_text())
+    predictions = json.loads(next((tmp_path / "out").glob("*run-few-??????-predictions.json")).read_text())
     assert list(predictions) == ids
+    succeed("qa", "evaluate", trained, "--data", home / "few.json", "--out", tmp_path / "out", "--overlap", 3)
+    assert len(list((tmp_path / "out").glob("*run-few-??????.json"))) == 2, "other settings, other files"
     hotpot = {"_id": "h", "question": "What?", "answer": "yes", "supporting_facts": [], "context": [["T", ["A text."]]]}
     data, out = tmp_path / "hotpot.json", tmp_path / "hotpot"
     data.write_text(json.dumps([hotpot]))
     told = succeed("qa", "evaluate", trained, "--data", data, "--out", out, "--json")
     assert json.loads(told.out)[0]["data"]["format"] == "hotpotqa"
-    predictions = json.loads(next(out.glob("*run-predictions.json")).read_text())
+    predictions = json.loads(next(out.glob("*run-hotpot-??????-predictions.json")).read_text())
     assert predictions == {"answer": {"h": predictions["answer"]["h"]}, "sp": {"h": []}}
 
 
@@ -139,7 +143,7 @@ def test_answers_from_a_file_and_from_standard_input(trained, tmp_path, monkeypa
     assert json.loads(succeed(*ask, "--document", tmp_path / "text.txt", "--json").out) == found
 
 
-def test_passages_are_joined_to_files(home, tmp_path):
+def test_passages_are_joined_to_files(home, tmp_path, caplog):
     train, test = tmp_path / "joined/train.json", tmp_path / "joined/test.json"
     told = succeed("qa", "join", home / "questions.json", "--words", 200, "--out", train, "--test", test,
                    "--test-questions", 20)  # fmt: skip
@@ -148,7 +152,85 @@ def test_passages_are_joined_to_files(home, tmp_path):
     assert sum(counts) == len(read_questions(home / "questions.json"))
     assert f"train.json: {counts[0]} questions, " in told.out
     told = succeed("qa", "join", home / "few.json", "--words", 900, "--out", train)
-    assert "documents are shorter than 900 words" in told.err
+    assert "12 documents are shorter than 900 words" in caplog.text
+    join = ["qa", "join", home / "few.json", "--out"]
+    assert "say with --test where" in fail(*join, train, "--test-questions", 9, code=2)
+    for more in ([home / "few.json"], [train, "--test", train], [train, "--test", test, "--validation", test]):
+        assert "must be different files" in fail(*join, *more, code=2)
+    assert read_questions(home / "few.json")
+    hotpot = {"_id": "h", "question": "What?", "answer": "no", "supporting_facts": [], "context": [["T", ["A text."]]]}
+    (tmp_path / "hotpot.json").write_text(json.dumps([hotpot]))
+    assert "is not SQuAD's" in fail("qa", "join", tmp_path / "hotpot.json", "--out", train, code=2)
+
+
+def test_weights_of_less_precision_are_trained_in_full(home, tmp_path):
+    AutoModel.from_pretrained(home / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    tokenizer.save_pretrained(tmp_path / "half")
+    made = question_training._model(QuestionSettings(str(tmp_path / "half"), "data", window=40), tokenizer)
+    assert {weight.dtype for weight in made.parameters()} == {torch.float32}
+    made.save_pretrained(tmp_path / "made")
+    tokenizer.save_pretrained(tmp_path / "made")
+    made.to(torch.bfloat16).save_pretrained(tmp_path / "made")
+    assert load_finder(str(tmp_path / "made"), device="cpu").model.dtype == torch.float32
+
+
+def test_presets_of_question_answering(home):
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    made = {}
+    for preset in (None, "paper", "kept"):
+        settings = QuestionSettings(str(home / "model"), "data", preset=preset)
+        made[preset] = question_training._model(settings, tokenizer).config.recurrence
+    assert made["paper"] == made[None]
+    assert (made["kept"].window, made["kept"].slots) == (43, 0)
+    assert made["kept"].kept + made["kept"].sinks == 21
+
+
+def test_patience_is_not_given_anew(home, tmp_path, monkeypatch):
+    """A learning rate that changes nothing: no epoch is better than the first."""
+
+    def run(folder):
+        settings = QuestionSettings(str(home / "model"), str(home / "questions.json"), window=40, epochs=8, patience=2,
+                                    validation_data=str(home / "few.json"), learning_rate=1e-12, batch_size=32,
+                                    max_questions=32)  # fmt: skip
+        return question_training.train_answers(settings, folder, use_cpu=True)["steps"]
+
+    assert run(tmp_path / "whole") == 3
+    step = Show.on_step_end
+
+    def fails(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise RuntimeError("killed")
+        step(self, args, state, control, **kwargs)
+
+    monkeypatch.setattr(Show, "on_step_end", fails)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path / "stopped")
+    monkeypatch.setattr(Show, "on_step_end", step)
+    assert run(tmp_path / "stopped") == 3
+
+
+def test_a_model_trained_without_a_state_answers_without_one(home, trained, tmp_path):
+    text = prose.TOPICS[5][:2000]
+    (tmp_path / "text.txt").write_text(text)
+    model = cf.RecurrentForQuestionAnswering.from_pretrained(home / "alone")
+    tokenizer = AutoTokenizer.from_pretrained(home / "alone")
+    ask = ["qa", "answer", home / "alone", "--document", tmp_path / "text.txt", "--question", "What?", "--json"]
+    given = json.loads(succeed(*ask).out)
+    (found,) = cf.answer(model, "What?", text, tokenizer)
+    assert found == cf.answer(model, "What?", text, tokenizer, use_state=False)[0]
+    assert found.probability == pytest.approx(given[0]["probability"], rel=1e-5)
+    with torch.no_grad():
+        ids = {"input_ids": torch.arange(3, 90)[None], "question_ids": [[5, 6]]}
+        outs = [model(**ids, **more).start_logits for more in ({}, {"use_state": False}, {"use_state": True})]
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+def test_all_are_looked_at_before_one_is_asked(home, trained, tmp_path):
+    told = fail("qa", "evaluate", trained, home / "model", "--data", home / "few.json", "--out", tmp_path, code=2)
+    assert "has no question-answering head" in told
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_goes_wrong_is_said(home, trained, tmp_path):
@@ -245,6 +327,7 @@ def test_both_models_start_alike(home):
         settings = QuestionSettings(str(home / "model"), "data", window=40, recurrence=recurrence)
         made.append(question_training._model(settings, tokenizer))
     assert made[0].config.recurrence == made[1].config.recurrence
+    assert [model.config.use_state for model in made] == [True, False]
     for (name, one), other in zip(made[0].named_parameters(), made[1].parameters(), strict=True):
         assert torch.equal(one, other), name
 

@@ -64,8 +64,12 @@ def test_the_end_of_a_text_is_never_written():
 def test_settings_of_the_models_own_do_not_change_the_choice():
     model = tiny.recurrent("llama")
     before = continue_greedily(model, CONTEXTS, 6)
-    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=9.0)
+    model.generation_config.update(
+        do_sample=True, temperature=5.0, repetition_penalty=9.0, no_repeat_ngram_size=1, max_time=0.0,
+        suppress_tokens=before[0].tolist(), forced_eos_token_id=1,
+    )  # fmt: skip
     assert (continue_greedily(model, CONTEXTS, 6) == before).all()
+    assert model.generation_config.no_repeat_ngram_size == 1
 
 
 def test_a_plain_model_has_so_many_positions():

@@ -27,7 +27,7 @@ from carryforward.data.documents import tokenise
 from carryforward.loading import load_causal
 from carryforward.people import People, mentions, people, taken_up
 
-SMALL = ["--split", "train", "--topics", 3, "--contexts", 10, "--new-tokens", 6, "--batch-size", 4, "--device", "cpu"]
+SMALL = ["--split", "train", "--contexts", 10, "--new-tokens", 6, "--batch-size", 4, "--device", "cpu"]
 
 TAGS = {
     "html",
@@ -84,7 +84,8 @@ def words():
 
 
 def command(home, out, *more, verb="topics"):
-    return [verb, home / "model", "--data", home / "texts", *SMALL, "--out", out, *more]
+    fitted = [] if "--topics-from" in more else ["--topics", 3]
+    return [verb, home / "model", "--data", home / "texts", *SMALL, *fitted, "--out", out, *more]
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +202,9 @@ def test_what_cannot_be_measured(home, measured, tmp_path, monkeypatch):
     )
     assert "--contexts 0: it must be at least 1" in fail(*command(home, out, "--contexts", 0), code=2)
     assert "holds no fitted topics" in fail(*command(home, out, "--topics-from", tmp_path), code=2)
+    for more in (["--topics", 7], ["--fit-documents", 2], ["--fit-on", "test"]):
+        told = fail(*command(home, out, *fitted, *more), code=2)
+        assert f"{more[0]} is about topics to be fitted, and --topics-from takes others" in " ".join(told.split())
     monkeypatch.setitem(sys.modules, "sklearn", None)
     assert "pip install carryforward[topics]" in fail(*command(home, out), code=1)
 

@@ -8,6 +8,7 @@ A result is plain JSON, with the scores of every question, so that two models ca
      "rows": [{"use_state": true, "exact": 43.2, "f1": 56.1, "seconds": 10.0, "scores": {"id": [0.0, 0.5], ...}}]}
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from .answering import MAX_TOKENS, Found, answer_all, ask
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
 from .files import write_whole
-from .loading import Loaded, load_finder
+from .loading import Loaded, describe_finder, load_finder
 from .provenance import provenance
 from .table import markdown_table
 
@@ -63,30 +64,33 @@ def evaluate_answers(
         console.note(f"{told}; they are scored all the same.")
     settings = {"overlap": overlap, "max_answer_tokens": max_answer_tokens, "allow_none": allow_none,
                 "batch_size": batch_size}  # fmt: skip
+    for name in names:
+        describe_finder(name, window=window)
     results = []
     for name in names:
         loaded = load_finder(name, window=window, device=device)
-        rows = []
+        how = {"join_words": join_words, **settings, "bf16": bf16}
+        stem, rows = _stem(name, about, {**how, "seed": seed, "window": window}), []
         for use_state, found, seconds in _answers(loaded, questions, settings, control, bf16):
             rows.append({"use_state": use_state, **_scored(questions, found), "seconds": seconds})
             if out is not None:
                 ending = "" if use_state or loaded.untrained else "-without-state"
                 told = json.dumps(_predictions(questions, found), indent=1)
-                write_whole(out / f"{_stem(name)}{ending}-predictions.json", told + "\n")
+                write_whole(out / f"{stem}{ending}-predictions.json", told + "\n")
         model: Any = loaded.model
         results.append(
             {
                 "kind": "answers",
                 **provenance(str(model.device)),
                 "seed": seed,
-                "settings": {"join_words": join_words, **settings, "bf16": bf16},
+                "settings": how,
                 "model": {"name": name, "recurrent": not loaded.untrained, "window": model.config.recurrence.window},
                 "data": about,
                 "rows": rows,
             }
         )
         if out is not None:
-            write_whole(out / f"{_stem(name)}.json", json.dumps(results[-1], indent=1) + "\n")
+            write_whole(out / f"{stem}.json", json.dumps(results[-1], indent=1) + "\n")
     return results
 
 
@@ -106,10 +110,11 @@ def _answers(
     """A model's answers with its state and, as a control, without, whichever it can give; and how long it took."""
     model: Any = loaded.model
     asked = ask(model, questions, loaded.tokenizer, overlap=settings["overlap"])
+    tokens = sum(len(one.ids) for one in asked)
     for use_state in [False] if loaded.untrained else [True, False] if control else [True]:
         begun = time.monotonic()
         with (
-            console.Bar(f"{loaded.name}{'' if use_state else ', without state'}", len(asked), "questions") as bar,
+            console.Bar(f"{loaded.name}{'' if use_state else ', without state'}", tokens, "tokens") as bar,
             torch.autocast(model.device.type, torch.bfloat16, enabled=bf16),
         ):
             found = answer_all(model, asked, use_state=use_state, progress=bar.advance, **settings)
@@ -144,5 +149,8 @@ def _predictions(questions: Sequence[Question], found: Sequence[Found]) -> dict[
     return texts
 
 
-def _stem(name: str) -> str:
-    return Path(name).as_posix().strip("/").replace("/", "-")
+def _stem(name: str, about: dict[str, Any], how: dict[str, Any]) -> str:
+    """What files are called: other questions or other settings, other files."""
+    digest = hashlib.blake2b(json.dumps([about, how], sort_keys=True).encode(), digest_size=3).hexdigest()
+    parts = Path(name).as_posix().strip("/").replace("/", "-"), about["name"].partition(".")[0], digest
+    return "-".join(parts)

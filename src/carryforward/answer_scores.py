@@ -2,8 +2,9 @@
 """Exact match and F1 of answers, as SQuAD and HotpotQA count them.
 
 Both compare words without case, punctuation and articles. SQuAD takes the best of several accepted answers, and for a
-question without an answer an empty one is right. HotpotQA has one answer, and gives no credit for words shared with
-"yes", "no" or "noanswer".
+question without an answer an empty one is right; both versions are scored by the rule of 2.0, which differs where an
+accepted answer is nothing but articles and punctuation. HotpotQA has one answer, and gives no credit for words shared
+with "yes", "no" or "noanswer".
 """
 
 import re

@@ -21,6 +21,7 @@ from .question_answering import KINDS, RecurrentForQuestionAnswering
 
 logger = logging.get_logger(__name__)
 MAX_TOKENS = 30  # of an answer
+_ALIKE = 4  # stretches of tokens looked at for each answer: some are the same characters
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def answer(
     max_answer_tokens: int = MAX_TOKENS,
     allow_none: bool = False,
     overlap: int | None = None,
-    use_state: bool = True,
+    use_state: bool | None = None,
 ) -> list[Found]:
     """The best answers to a question that a document of any length holds: those of the most probable kind first.
 
@@ -78,22 +79,32 @@ def answer(
         max_answer_tokens: the longest stretch that is an answer.
         allow_none: whether that there is no answer may be the answer.
         overlap: read at another overlap than the model was made for.
-        use_state: False removes the state.
+        use_state: False removes the state; by default as the model was trained.
     """
     if not isinstance(model, RecurrentForQuestionAnswering):
         raise ValueError(
             f"model is a {type(model).__name__}, which finds no answers: make one with add_recurrence(encoder, "
             'tokenizer=..., head="question-answering"), and train it.'
         )
+    if tokenizer is None and not model.name_or_path:
+        raise ValueError("tokenizer is missing: this model was not loaded from a folder that has one.")
     if tokenizer is None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     asked = ask(model, [Question("", question, document, (), "span", "squad")], tokenizer, overlap=overlap)
-    return answer_all(
-        model, asked, top_k=top_k, max_answer_tokens=max_answer_tokens, allow_none=allow_none, overlap=overlap,
-        use_state=use_state,
-    )[0]  # fmt: skip
+    with bar(None, "reading", after=2) as report:
+        done = 0
+
+        def progress(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            report(done, len(asked[0].ids))
+
+        return answer_all(
+            model, asked, top_k=top_k, max_answer_tokens=max_answer_tokens, allow_none=allow_none, overlap=overlap,
+            use_state=use_state, progress=progress,
+        )[0]  # fmt: skip
 
 
 def ask(
@@ -123,15 +134,17 @@ def answer_all(
     max_answer_tokens: int = MAX_TOKENS,
     allow_none: bool = False,
     overlap: int | None = None,
-    use_state: bool = True,
+    use_state: bool | None = None,
     batch_size: int = 8,
-    progress: Callable[[int], object] = lambda questions: None,
+    progress: Callable[[int], object] = lambda tokens: None,
 ) -> list[list[Found]]:
-    """The best answers to many questions, in their order; `progress` is told how many were just answered."""
+    """The best answers to many questions, in their order; `progress` is told how many of the documents' tokens were
+    just read."""
     for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
-    if allow_none and not model.kinds.weight.any():
+    told_apart = bool(model.kinds.weight.any())  # or it only knows stretches
+    if allow_none and not told_apart:
         logger.warning_once("The model was never trained to tell when there is no answer, and will always give one.")
     found: list[list[Found]] = [[] for _ in asked]
     for rows in by_length([len(one.ids) for one in asked], batch_size):
@@ -140,15 +153,16 @@ def answer_all(
             out = model(
                 **{name: part.to(model.device) for name, part in texts.items()},
                 question_ids=[asked[i].own.tolist() for i in rows], overlap=overlap, use_state=use_state,
+                progress=progress,
             )  # fmt: skip
-        logits = [part.float().cpu() for part in (out.start_logits, out.end_logits, out.kind_logits)]
+        kinds = out.kind_logits if told_apart else torch.tensor([[0.0, *[-torch.inf] * 3]]).expand(len(rows), -1)
+        logits = [part.float().cpu() for part in (out.start_logits, out.end_logits, kinds)]
         for i, starts, ends, kinds in zip(rows, *logits, strict=True):
             length = len(asked[i].ids)
             found[i] = best(
                 (starts[:length], ends[:length], kinds), asked[i].question.document, asked[i].offsets, top_k=top_k,
                 max_answer_tokens=max_answer_tokens, allow_none=allow_none,
             )  # fmt: skip
-        progress(len(rows))
     return found
 
 
@@ -196,12 +210,15 @@ def best(
         kinds[KINDS.index("none")] = -torch.inf
     of_kind = dict(zip(KINDS, kinds.softmax(-1).tolist(), strict=True))
     found = [Found("" if kind == "none" else kind, kind, of_kind[kind]) for kind in KINDS[1:] if of_kind[kind] > 0]
-    for start, end, score in _spans(starts, ends, top_k, max_answer_tokens):
+    shares: dict[tuple[int, int], float] = {}
+    for start, end, share in _spans(starts, ends, _ALIKE * top_k, max_answer_tokens):
         begin, stop = int(offsets[start, 0]), int(offsets[end, 1])
         text = document[begin:stop]
         begin += len(text) - len(text.lstrip())  # byte-level tokens bring the space before them along
-        text = text.strip()
-        found.append(Found(text, "span", of_kind["span"] * score, begin, begin + len(text)))
+        place = begin, begin + len(text.strip())
+        shares[place] = shares.get(place, 0.0) + share  # several tokens may be parts of one character
+    for (begin, stop), share in shares.items():
+        found.append(Found(document[begin:stop], "span", of_kind["span"] * share, begin, stop))
     return sorted(found, key=lambda one: (-of_kind[one.kind], -one.probability))[:top_k]
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training run in a terminal needs: a progress bar, and an end on request that loses nothing."""
 
+import math
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from . import console
@@ -38,6 +39,18 @@ class StopGently(Interruptible, TrainerCallback):
         return bool(heard > 0)
 
 
+class Patience(EarlyStoppingCallback):
+    """Early stopping that counts on where a stopped run was: by what it has logged."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        best, sign = -math.inf, 1 if args.greater_is_better else -1
+        for value in (sign * entry[name] for entry in state.log_history if name in entry):
+            self.early_stopping_patience_counter = 0 if value > best else self.early_stopping_patience_counter + 1
+            best = max(best, value)
+
+
 class Show(TrainerCallback):
     """The progress bar: tokens or questions, rate, loss, validation, time left."""
 
@@ -51,7 +64,7 @@ class Show(TrainerCallback):
             warmup = args.get_warmup_steps(state.max_steps)
             if warmup >= state.max_steps > 0:
                 told = f"{state.max_steps:,} steps in all, and {warmup:,} of warm-up"
-                console.note(f"{told}: the learning rate stays small. Use a smaller --warmup-steps, or train longer.")
+                console.note(f"{told}: the learning rate stays small. Warm up for less, or train longer.")
             total, done = (self.trainer.done_after(step) for step in (state.max_steps, state.global_step))
             self.bar = console.Bar("training", total, self.trainer.unit, done=done)
             self.bar.__enter__()

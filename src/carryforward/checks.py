@@ -91,22 +91,22 @@ def labels(given: Tensor | None, input_ids: Tensor) -> None:
         )
 
 
-def vocabulary(input_ids: Tensor, attention_mask: Tensor | None, size: int) -> None:
+def vocabulary(input_ids: Tensor, attention_mask: Tensor | None, size: int, name: str = "input_ids") -> None:
     """Tokens that exist. A device that is still at work is waited for, so this comes after what can be done before."""
     used = input_ids if attention_mask is None else input_ids[attention_mask.bool()]
     if used.numel() and not _within(used, size):
         wrong = used[(used < 0) | (used >= size)][0].item()
         raise ValueError(
-            f"input_ids holds the token id {wrong}; the model's vocabulary has ids from 0 to {size - 1}. "
+            f"{name} holds the token id {wrong}; the model's vocabulary has ids from 0 to {size - 1}. "
             "Use the tokenizer that belongs to the model."
         )
 
 
-def classes(labels: Tensor | None, number: int) -> None:
+def classes(labels: Tensor | None, number: int, name: str = "labels") -> None:
     """Labels that are each a class or -100."""
     if labels is not None and labels.numel() and not _within(labels.masked_fill(labels == IGNORE, 0), number):
         wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= number))][0].item()
-        raise ValueError(f"labels holds {wrong}; accepted are 0 to {number - 1}, and {IGNORE} for unscored.")
+        raise ValueError(f"{name} holds {wrong}; accepted are 0 to {number - 1}, and {IGNORE} for unscored.")
 
 
 def _within(x: Tensor, size: int) -> bool:

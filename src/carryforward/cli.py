@@ -51,7 +51,7 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the entry point `carryforward`."""
     given = sys.argv[1:] if arguments is None else arguments
-    app(args=spread(given), prog_name="carryforward")
+    app(args=spread(given, typer.main.get_command(app)), prog_name="carryforward")
 
 
 def _show(piece: str) -> None:
@@ -188,6 +188,8 @@ def horizon(
 
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
+        for name in models:
+            job.check(name)
         results = []
         for name in models:
             found = job.survey(

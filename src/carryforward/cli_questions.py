@@ -16,6 +16,7 @@ from .settings import QuestionSettings
 qa = typer.Typer(
     name="qa", help="Find answers in documents longer than the model.", no_args_is_help=True, add_completion=False
 )
+ASIDE = {"test": 5000, "validation": 1000}  # questions, where nothing is said
 _AROUND = 80  # characters shown beside an answer
 Overlap = Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")]
 Window = Annotated[int | None, typer.Option(help="For plain models; up to 512 tokens by default.")]
@@ -69,13 +70,13 @@ def answer(
         finder: Any = loaded.model
         found = find(
             finder, question, text, loaded.tokenizer, top_k=top_k, max_answer_tokens=max_answer_tokens,
-            allow_none=allow_none, overlap=overlap, use_state=state and not loaded.untrained,
+            allow_none=allow_none, overlap=overlap, use_state=None if state else False,
         )  # fmt: skip
         if as_json:
             typer.echo(json.dumps([dataclasses.asdict(one) for one in found]))
             return
         for one in found:
-            told = one.text if one.kind != "none" else "(no answer)"
+            told = " ".join(one.text.split()) if one.kind != "none" else "(no answer)"
             place = "" if one.start is None else f", characters {one.start:,} to {one.end:,}"
             typer.echo(f"{told}  ({one.probability:.1%}{place})")
             if one.start is not None and one.end is not None:
@@ -122,25 +123,30 @@ def join(
     out: Annotated[Path, typer.Option(dir_okay=False, help="File to write, in SQuAD's format.")],
     words: Annotated[int, typer.Option(min=1, help="Words of a document.")] = 900,
     test: Aside = None,
-    test_questions: Annotated[int, typer.Option(min=1, help="How many; their passages are in no other file.")] = 5000,
+    test_questions: Annotated[
+        int | None, typer.Option(min=1, help="How many (5,000); their passages are in no other file.")
+    ] = None,
     validation: Aside = None,
-    validation_questions: Annotated[int, typer.Option(min=1, help="Likewise.")] = 1000,
+    validation_questions: Annotated[int | None, typer.Option(min=1, help="Likewise (1,000).")] = None,
     seed: Annotated[int, typer.Option(help="Of the joining, and of what is set aside.")] = 0,
 ) -> None:
     """Make long documents of short ones: a question's passage among passages of its file, those with the answer left
     out."""
     with told_plainly():
-        from .console import note
         from .data.joining import join_files
         from .data.questions import write_questions
 
-        aside = {path: count for path, count in ((test, test_questions), (validation, validation_questions)) if path}
-        sides = join_files(files, words, set_aside=[*aside.values()], seed=seed)
-        for path, questions in zip((out, *aside), sides, strict=True):
+        aside = []
+        for name, path, count in (("test", test, test_questions), ("validation", validation, validation_questions)):
+            if path is None and count is not None:
+                raise ValueError(f"--{name}-questions {count}: say with --{name} where they are to be written.")
+            aside += [(path, count or ASIDE[name])] if path is not None else []
+        given = [path.resolve() for path in (*files, out, *(path for path, _ in aside))]
+        if len(set(given)) < len(given):
+            raise ValueError("files, --out, --test and --validation must be different files.")
+        sides = join_files(files, words, set_aside=[count for _, count in aside], seed=seed)
+        for path, questions in zip((out, *(path for path, _ in aside)), sides, strict=True):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_questions(questions, path)
             lengths = [len(question.document.split()) for question in questions]
             typer.echo(f"{path}: {len(questions):,} questions, {sum(lengths) / len(lengths):,.0f} words a document")
-            short = sum(length < words for length in lengths)
-            if short:
-                note(f"{short:,} documents are shorter than {words:,} words: too few passages are without the answer")

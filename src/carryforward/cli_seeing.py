@@ -33,8 +33,13 @@ def topics(
         out.mkdir(parents=True, exist_ok=True)
         result = topic_reports.measure(model, settings, out, device=device)
         typer.echo(json.dumps(result) if as_json else topic_reports.markdown(result))
-        topic_reports.draw(result, out / "topics.png")
-        console.note(f"written to {out}: topics.json, topics.png")
+        written = "topics.json"
+        try:
+            topic_reports.draw(result, out / "topics.png")
+            written += ", topics.png"
+        except ImportError as error:
+            console.note(f"{out / 'topics.png'} is left out: {error}")
+        console.note(f"written to {out}: {written}")
 
 
 @options(ContinuationSettings)

@@ -193,7 +193,11 @@ class RecurrenceConfig:
 
 
 class RecurrentModelConfig(PreTrainedConfig):
-    """The composite config of a recurrent model: its base model's config and its recurrence."""
+    """The composite config of a recurrent model: its base model's config and its recurrence.
+
+    Attributes:
+        use_state: False says that windows were trained alone, and makes that the default of a question-answering model.
+    """
 
     model_type = "carryforward"
     sub_configs = {"base_config": AutoConfig}
@@ -202,6 +206,7 @@ class RecurrentModelConfig(PreTrainedConfig):
 
     base_config: PreTrainedConfig = None  # type: ignore[assignment]  # read from a file, these two are dicts at first
     recurrence: RecurrenceConfig = None  # type: ignore[assignment]
+    use_state: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.base_config, dict):

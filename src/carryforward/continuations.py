@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models continue contexts of a corpus, and what they wrote is kept: an interrupted run goes on where it was."""
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -169,4 +170,6 @@ def _text(tokenizer: Any, ids: np.ndarray) -> str:
 
 def _following(tokenizer: Any, before: np.ndarray, ids: np.ndarray) -> str:
     """The text of tokens behind others, with the space between them if there is one."""
-    return _text(tokenizer, np.concatenate([before, ids]))[len(_text(tokenizer, before)) :]
+    whole, first = _text(tokenizer, np.concatenate([before, ids])), _text(tokenizer, before)
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(whole, first, strict=False))
+    return whole[sum(1 for _ in alike) :]  # a character may be cut between them

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .heads import RecurrentForCausalLM
 from .insertion import positions_of
@@ -77,10 +77,16 @@ def continue_greedily(
         check_room(model, contexts.shape[1], new_tokens)
     ids = torch.from_numpy(contexts).to(model.device)
     writing: Any = model
-    with evaluating(model), torch.inference_mode():
-        written = writing.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, repetition_penalty=1.0,
-            min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0,
-            **({"use_state": use_state} if recurrent else {}),
-        )  # fmt: skip
+    own = writing.generation_config
+    how = GenerationConfig(  # nothing of the model's own, which may forbid or force tokens, but what ends a text
+        do_sample=False, num_beams=1, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0,
+        eos_token_id=own.eos_token_id,
+    )  # fmt: skip
+    options = {"use_state": use_state} if recurrent else {}
+    writing.generation_config = how  # given to the call, it would be filled up from the model's
+    try:
+        with evaluating(model), torch.inference_mode():
+            written = writing.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    finally:
+        writing.generation_config = own
     return written[:, contexts.shape[1] :].cpu().numpy()

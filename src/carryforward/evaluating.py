@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import console, windows
+from . import checks, console, windows
 from .adding import add_recurrence
 from .configuration import RecurrentModelConfig
 from .data.corpora import open_corpus, usual_split
@@ -108,9 +108,13 @@ def evaluate(
 
 def check(name: str, *, overlaps: tuple[int, ...] = (), window: int | None = None) -> None:
     """Refuse a model that cannot be evaluated so, by its config alone: before others are scored for hours."""
-    window, _ = _reading(name, *describe_causal(name), window)
+    config, run = describe_causal(name)
+    window, _ = _reading(name, config, run, window)
     for overlap in overlaps:
-        windows.check(window, overlap)
+        if isinstance(config, RecurrentModelConfig):
+            checks.overlap(config, overlap)
+        else:
+            windows.check(window, overlap)
 
 
 def _flops(loaded: Loaded, window: int, overlap: int, use_state: bool) -> dict[str, float | None]:

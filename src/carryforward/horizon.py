@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from . import console, windows
+from .configuration import RecurrentModelConfig
 from .data.corpora import open_corpus, usual_split
 from .data.documents import tokenise
 from .figure import COLOURS, dress, empty, save
 from .files import write_whole
-from .loading import load_causal, usable_device
+from .loading import describe_causal, load_causal, usable_device
 from .provenance import provenance
 from .scoring import deep_windows, horizon, token_losses
 from .table import markdown_table
@@ -48,10 +49,9 @@ def survey(
     device: str | None = None,
 ) -> dict[str, Any]:
     """Measure a recurrent model's state on a corpus."""
+    check(name)
     device = usable_device(device)
     loaded = load_causal(name)
-    if not loaded.recurrent:
-        raise ValueError(f"{name} is a plain model: it has no state to measure.")
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
     depths = tuple(sorted({0, *depths}))
     corpus = open_corpus(data, split or usual_split(data, "validation"), text_field=text_field)
@@ -79,6 +79,13 @@ def survey(
         "tokens": tokens,
         **_where(gains, recurrence.window, recurrence.overlap),
     }  # fmt: skip
+
+
+def check(name: str) -> None:
+    """Refuse a model that has no state, by its config alone."""
+    config, _ = describe_causal(name)
+    if not isinstance(config, RecurrentModelConfig):
+        raise ValueError(f"{name} is a plain model: it has no state to measure.")
 
 
 def _where(gains: list[np.ndarray], window: int, overlap: int) -> dict[str, list[dict[str, Any]]]:

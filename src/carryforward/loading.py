@@ -90,11 +90,12 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
     if isinstance(config, RecurrentModelConfig):
         if window not in (None, config.recurrence.window):
             raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
-        model = load_model(registration.classes()[config.architectures[0]].from_pretrained, name)  # type: ignore[index]
+        cls = registration.classes()[config.architectures[0]]  # type: ignore[index]
+        model = load_model(cls.from_pretrained, name, dtype=torch.float32)
         loaded = Loaded(name, model, tokenizer, _run_of(name))
     else:
         positions = architecture_of(config).positions(config)
-        plain = load_model(AutoModel.from_pretrained, name)
+        plain = load_model(AutoModel.from_pretrained, name, dtype=torch.float32)
         model = add_recurrence(plain, tokenizer=tokenizer, window=window or min(positions, 512))
         loaded = Loaded(name, model, tokenizer, untrained=True)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
@@ -103,27 +104,31 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
 
 def load_finder(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
     """Load a model that finds answers: a recurrent one, or a plain question-answering one, read in windows."""
-    config, tokenizer = load_config(name), load_tokenizer(name)
+    config, tokenizer = describe_finder(name, window=window), load_tokenizer(name)
+    model = load_model(AutoModelForQuestionAnswering.from_pretrained, name, dtype=torch.float32)
+    if not isinstance(config, RecurrentModelConfig):
+        fields: dict[str, Any] = {} if window is None else {"window": window}
+        model = add_recurrence(model, tokenizer=tokenizer, **fields)
+        model.config.use_state = False
+    loaded = Loaded(name, model, tokenizer, _run_of(name), untrained=not model.config.use_state)
+    loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
+    return loaded
+
+
+def describe_finder(name: str, *, window: int | None = None) -> PreTrainedConfig:
+    """The config of what `load_finder` would load; refuses what finds no answers."""
+    config = load_config(name)
     if isinstance(config, RecurrentModelConfig):
         if config.architectures != [RecurrentForQuestionAnswering.__name__]:
             head = ", ".join(config.architectures or ["model without a head"])
             raise ValueError(f"{name} is a {head}, which finds no answers. Train an encoder: `carryforward qa train`.")
         if window not in (None, config.recurrence.window):
             raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
-        run = _run_of(name)
-        alone = run is not None and not run["settings"].get("recurrence", True)  # trained without its state
-        model = load_model(AutoModelForQuestionAnswering.from_pretrained, name)
-        loaded = Loaded(name, model, tokenizer, run, untrained=alone)
-    else:
-        if architecture_of(config).answer is None:
-            raise ValueError(f"{name} is causal ({config.model_type}): answers are found by encoders.")
-        if not any("ForQuestionAnswering" in one for one in config.architectures or []):
-            raise ValueError(f"{name} has no question-answering head: train one with `carryforward qa train`.")
-        fields: dict[str, Any] = {} if window is None else {"window": window}
-        plain = load_model(AutoModelForQuestionAnswering.from_pretrained, name)
-        loaded = Loaded(name, add_recurrence(plain, tokenizer=tokenizer, **fields), tokenizer, untrained=True)
-    loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
-    return loaded
+    elif architecture_of(config).answer is None:
+        raise ValueError(f"{name} is causal ({config.model_type}): answers are found by encoders.")
+    elif not any("ForQuestionAnswering" in one for one in config.architectures or []):
+        raise ValueError(f"{name} has no question-answering head: train one with `carryforward qa train`.")
+    return config
 
 
 def usable_device(name: str | None) -> str:

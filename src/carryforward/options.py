@@ -13,15 +13,18 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 
-def spread(arguments: list[str]) -> list[str]:
-    """`--overlap 0 5 10` as `--overlap 0 --overlap 5 --overlap 10`, for the options that take several values."""
-    numbers = ("--overlap", "--learning-rate", "--recurrence-learning-rate", "--insert-at", "--hidden-sizes",
-               "--depth")  # fmt: skip
-    words = ("--cell", "--text") if arguments[:1] == ["demo"] else ("--cell",)  # elsewhere --text is one file
-    several = {
-        **dict.fromkeys(numbers, _is_number),
-        **dict.fromkeys(words, lambda argument: not argument.startswith("-")),
-    }
+def spread(arguments: list[str], command: Any) -> list[str]:
+    """`--overlap 0 5 10` as `--overlap 0 --overlap 5 --overlap 10`, for options of a command that take several values.
+
+    Args:
+        command: what the arguments are for, or a group of which they name one.
+    """
+    for name in arguments:
+        if not hasattr(command, "commands") or name not in command.commands:
+            break
+        command = command.commands[name]
+    names = [name for option in command.params if getattr(option, "multiple", False) for name in option.opts]
+    several = {name: _is_word if name in _OF_WORDS else _is_number for name in names}
     spread: list[str] = []
     option = ""
     for argument in arguments:
@@ -34,6 +37,13 @@ def spread(arguments: list[str]) -> list[str]:
             option = ""
         spread.append(argument)
     return spread
+
+
+_OF_WORDS = ("--cell", "--text")  # all others are of numbers
+
+
+def _is_word(text: str) -> bool:
+    return not text.startswith("-")
 
 
 def _is_number(text: str) -> bool:

@@ -62,7 +62,7 @@ def people(text: str) -> People:
 
 def pronouns(text: str) -> tuple[str, ...]:
     """The kinds of third-person pronouns that a text uses."""
-    words = {match[0].lower() for match in _WORD.finditer(text)}
+    words = {_bare(match[0]).lower() for match in _WORD.finditer(text)}
     return tuple(kind for kind, forms in PRONOUNS.items() if words & forms)
 
 

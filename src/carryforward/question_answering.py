@@ -6,7 +6,7 @@ document's tokens in all windows together; whether the answer is a stretch of it
 by the first token's final state, max-pooled over windows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, can_return_tuple
 
+from . import checks
 from .configuration import RecurrentModelConfig
 from .modeling import RecurrentPreTrainedModel
 from .outputs import Given, spread, summarise
 from .program import Emit
-from .reading import IGNORE
+from .reading import IGNORE, Cell
 
 KINDS = ("span", "yes", "no", "none")  # of answers
 _SPAN_AT_FIRST = 4.0  # a head that was trained on spans alone is to give spans
@@ -84,7 +85,8 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         answer_kinds: Tensor | None = None,
         *,
         overlap: int | None = None,
-        use_state: bool = True,
+        use_state: bool | None = None,
+        progress: Callable[[int], object] = lambda tokens: None,
     ) -> AnswerOutput:
         """Look for answers in whole documents.
 
@@ -97,14 +99,21 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
                 answer is no stretch of the document.
             answer_kinds: the kind of each answer, [B], as in `KINDS`; without them all are spans.
             overlap: read at another overlap than the model was made for.
-            use_state: False removes the state: every window stands alone (the paper's baseline).
+            use_state: False removes the state: every window stands alone (the paper's baseline). By default as the
+                model was trained.
+            progress: called, window by window, with how many of the documents' tokens were just read.
         """
         if question_ids is None or len(question_ids) != len(input_ids):
             found = "missing" if question_ids is None else f"of {len(question_ids)} rows, input_ids of {len(input_ids)}"
             raise ValueError(f"question_ids is {found}: give one question for each document.")
+        use_state = self.config.use_state if use_state is None else use_state
+        prefixes = self.prefixes(question_ids, question_mask)
+        tokens = torch.tensor([token for prefix in prefixes for token in prefix])
+        checks.vocabulary(tokens, None, self.config.base_config.vocab_size, "question_ids")
+        checks.classes(answer_kinds, len(KINDS), "answer_kinds")
         reading = self._plan(
             input_ids, attention_mask, None, None, overlap=overlap, use_state=use_state, outputs=True, final=True,
-            prefixes=self.prefixes(question_ids, question_mask),
+            prefixes=prefixes,
         )  # fmt: skip
         given = Given(reading, torch.arange(reading.width), reading.width)
         wanted = None
@@ -114,7 +123,11 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             named = {"start_positions": start_positions, "end_positions": end_positions}
             wanted = [_checked(name, places, real.view(len(input_ids), -1)) for name, places in named.items()]
 
-        emissions, _ = self._unroll(reading, Emit(lambda cell, scores, first: (given.of(cell, scores), first)))
+        def emit(cell: Cell, scores: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+            progress(sum(window.score_to - window.score_from for window in cell.windows))
+            return given.of(cell, scores), first
+
+        emissions, _ = self._unroll(reading, Emit(emit))
         scores = torch.cat([emitted[0] for emitted in emissions]).float()
         logits = spread(scores, reading.index(given.where), len(input_ids), reading.width, -torch.inf)
         summary = summarise(reading, [emitted[1] for emitted in emissions])

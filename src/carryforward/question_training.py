@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForQuestionAnswering, EarlyStoppingCallback, set_seed
+from transformers import AutoModel, AutoModelForQuestionAnswering, set_seed
 
 from . import console
 from .adding import add_recurrence
-from .callbacks import StopGently, show
+from .callbacks import Patience, StopGently, show
 from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.encoding import tokens_of
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
 from .finishing import check_same, finish, train_to_the_end
+from .insertion import architecture_of
 from .loading import load_config, load_finder, load_model, load_tokenizer
 from .places import measure_places, needs_places
 from .question_answering import RecurrentForQuestionAnswering
@@ -44,7 +45,7 @@ def train_answers(
     trainer = QuestionTrainer(model, arguments, train, held_out, tokenizer=tokenizer)
     show(trainer)
     if settings.patience is not None:
-        trainer.add_callback(EarlyStoppingCallback(settings.patience))
+        trainer.add_callback(Patience(settings.patience))
     lost = f"; {len(trainer.lost):,} whose answer is not in the document are left out" * bool(trainer.lost)
     console.note(f"training: {len(train):,} questions{lost}; validation: {len(held_out):,}")
     if settings.recurrence and needs_places(model):
@@ -88,15 +89,22 @@ def _model(settings: QuestionSettings, tokenizer: Any) -> RecurrentForQuestionAn
     if isinstance(config, RecurrentModelConfig):
         loaded: Any = load_finder(settings.model, device="cpu").model
         check_same(loaded, settings)
+        loaded.config.use_state = settings.recurrence
         return loaded
     has_head = any("ForQuestionAnswering" in one for one in config.architectures or [])
-    plain = load_model((AutoModelForQuestionAnswering if has_head else AutoModel).from_pretrained, settings.model)
-    chosen = RecurrenceConfig.preset(settings.preset, **fields) if settings.preset is not None else None
+    load = (AutoModelForQuestionAnswering if has_head else AutoModel).from_pretrained
+    plain = load_model(load, settings.model, dtype=torch.float32)
+    chosen = None  # the preset "paper" is section 5.4, which `add_recurrence` knows
+    if settings.preset == "kept":
+        positions = architecture_of(config).positions(config)
+        # half a window is kept: together they fill the model's positions
+        chosen = RecurrenceConfig.preset("kept", **{"window": min(512, (2 * positions + 1) // 3), **fields})
     made = add_recurrence(
         plain, chosen, tokenizer=tokenizer, head=None if has_head else "question-answering",
         **(fields if chosen is None else {}),
     )  # fmt: skip
     assert isinstance(made, RecurrentForQuestionAnswering)
+    made.config.use_state = settings.recurrence
     return made
 
 

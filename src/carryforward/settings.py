@@ -224,3 +224,6 @@ class ContinuationSettings:
     def __post_init__(self) -> None:
         _at_least(1, self, "contexts", "context_tokens", "new_tokens", "batch_size", "topics", "fit_documents")
         _at_least(0, self, "seed")
+        for name in ("topics", "fit_on", "fit_documents"):
+            if self.topics_from is not None and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(f"{flag(name)} is about topics to be fitted, and --topics-from takes others. Use one.")

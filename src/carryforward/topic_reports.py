@@ -143,12 +143,9 @@ def markdown(result: dict[str, Any]) -> str:
         ),
     ]
     wordless = ", ".join(f"{one['wordless']:,} ({writer})" for writer, one in result["writers"].items())
-    lines += [
-        "",
-        f"Without a word that the topics know, which is {result['nothing']:.4f} nats from a context on average: "
-        f"{wordless}. Where both have one, the recurrent model is closer",
-        "",
-    ]
+    told = f"Without a word that the topics know, which is {result['nothing']:.4f} nats from a context on average: "
+    lines += ["", f"{told}{wordless}." + " Where both have one, the recurrent model is closer" * bool(result["worded"])]
+    lines += [""] * bool(result["worded"])
     for writer, one in result["worded"].items():
         low, high = one["interval"]
         lines.append(
@@ -156,7 +153,8 @@ def markdown(result: dict[str, Any]) -> str:
             f"p = {one['p']:.2g}, {one['difference']:+.4f} nats ({low:+.4f} to {high:+.4f})"
         )
     words = [f"{number}. {', '.join(top[:SHOWN_WORDS])}" for number, top in enumerate(result["topics"]["top_words"], 1)]
-    return "\n".join([*lines, "", f"Topics, fitted on {result['topics']['documents']:,} documents:", "", *words])
+    fitted = result["topics"].get("documents")  # not said by those that were fitted in Python
+    return "\n".join([*lines, "", f"Topics, fitted on {fitted:,} documents:" if fitted else "Topics:", "", *words])
 
 
 def _beside(found: dict[str, Any] | None) -> list[str]:

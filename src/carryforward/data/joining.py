@@ -4,6 +4,7 @@
 What is trained on and what is tested on must be parted before: passages are shared by the documents of one list.
 """
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from .questions import Answer, Question, read_questions
 
+logger = logging.getLogger(__name__)
 _BETWEEN = "\n\n"
 
 
@@ -20,14 +22,22 @@ def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0) -
     """Each question on a document of about so many words: its own passage and others of the same list, in any order.
 
     No other passage is taken that has an accepted answer's text in it, in whatever case: that would be a second place
-    to find it. Which are taken depends on the seed, the list and the question's id alone.
+    to find it, unless it is yes or no. Which are taken depends on the seed, the list and the question's id alone.
 
     Args:
         words: when a document has as many, no further passage is added.
     """
     texts = dict.fromkeys(question.document for question in questions)
     passages = [_Passage(text, text.casefold(), len(text.split())) for text in texts]
-    return [_joined(question, passages, words, seed) for question in questions]
+    joined = [_joined(question, passages, words, seed) for question in questions]
+    short = sum(len(question.document.split()) < words for question in joined)
+    if short:
+        logger.warning(
+            "%s documents are shorter than %s words: too few passages are without the answer",
+            f"{short:,}",
+            f"{words:,}",
+        )
+    return joined
 
 
 def join_files(
@@ -36,6 +46,9 @@ def join_files(
     """The questions of files, joined each with passages of its own file; and, for each number in `set_aside`, at least
     so many that were taken away before, none of whose passages is among those of any other."""
     lists = [read_questions(path) for path in files]
+    for path, questions in zip(files, lists, strict=True):
+        if any(question.format != "squad" for question in questions):
+            raise ValueError(f"{path} is not SQuAD's: HotpotQA's documents are long already, and have yes and no.")
     drawn = _draw([question for questions in lists for question in questions], set_aside, seed)
     sides: list[list[Question]] = [[] for _ in (None, *set_aside)]
     for questions in lists:
@@ -69,7 +82,8 @@ class _Passage(NamedTuple):
 
 def _joined(question: Question, passages: list[_Passage], words: int, seed: int) -> Question:
     draw = random.Random(f"{seed} {question.id}")
-    accepted = [answer.text.casefold() for answer in question.answers if answer.text]
+    found = question.answers if question.kind == "span" else ()
+    accepted = [answer.text.casefold() for answer in found if answer.text]
     others, total, tried = [], len(question.document.split()), {question.document}
     while total < words and len(tried) < len(passages):
         other = passages[draw.randrange(len(passages))]

@@ -107,6 +107,8 @@ def _check_ids(questions: Sequence[Question], path: Path) -> None:
 
 
 def _questions(content: Any, path: Path) -> Iterator[Question]:
+    if isinstance(content, dict) and "data" not in content:
+        content = [content]  # JSON lines, of which there is one
     if isinstance(content, dict):
         for article in content["data"]:
             for paragraph in article["paragraphs"]:
@@ -124,7 +126,7 @@ def _content(path: Path) -> Any:
         raise ValueError(f"{path}: no such file.")
     opened = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
-        with opened(path, "rt", encoding="utf-8") as file:  # type: ignore[operator]
+        with opened(path, "rt", encoding="utf-8-sig") as file:  # type: ignore[operator]
             text = file.read()
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
@@ -145,28 +147,32 @@ def _content(path: Path) -> Any:
 def _checked(make: Callable[[Any], Question], row: Any, number: int, path: Path) -> Question:
     try:
         return make(row)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         name = (row.get("_id") or row.get("id")) if isinstance(row, dict) else None
         where = f"question {name}" if name else f"row {number}"
+        if isinstance(error, _OutsideError):
+            raise ValueError(f"{path}: {where}: {error}") from error
         raise ValueError(f"{path}: {where} lacks something or has another form ({error!r}).") from error
 
 
 # --- SQuAD -----------------------------------------------------------------------------------------------------------
 
 
+class _OutsideError(ValueError):
+    """An answer that begins where there is no document."""
+
+
 def _squad_question(document: Any, row: Any) -> Question:
     if not isinstance(document, str):
         raise TypeError("there is no context")
-    name, told = str(row["id"]), row.get("answers") or []
+    name, told = str(row["id"]), [one for one in row.get("answers") or [] if one["text"].strip()]
     if row.get("is_impossible"):
         told = []
     answers = []
     for one in told:
         start = int(one["answer_start"])
         if not 0 <= start < max(len(document), 1):
-            raise ValueError(
-                f"question {name}: an answer begins at character {start} of a document that has {len(document)}."
-            )
+            raise _OutsideError(f"an answer begins at character {start} of a document that has {len(document)}.")
         answers.append(Answer(one["text"].strip(), _nearest(document, one["text"].strip(), start)))
     kind = "span" if answers else "none"
     return Question(name, row["question"].strip(), document, tuple(answers), kind, "squad")
