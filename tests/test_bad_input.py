@@ -129,6 +129,26 @@ def test_calls_that_cannot_be(arguments, message):
         model(**{"input_ids": IDS, **arguments})
 
 
+@pytest.mark.parametrize("overlap", [2.0, "2", True])
+def test_an_overlap_is_a_number_of_tokens(overlap):
+    with pytest.raises(ValueError, match="give a number of tokens"):
+        tiny.recurrent("gpt2")(tiny.documents(1, 20), overlap=overlap)
+
+
+def test_special_tokens_must_exist():
+    with pytest.raises(ValueError, match="hold 500, and token ids end at 66"):
+        cf.add_recurrence(tiny.base("bert"), window=11, prefix=(500,))
+
+
+def test_labels_under_the_padding_do_not_matter():
+    ids, mask = tiny.documents(2, 30), torch.ones(2, 30, dtype=torch.long)
+    mask[0, 20:] = 0
+    strange = ids.masked_fill(mask == 0, 67)
+    model = tiny.recurrent("gpt2")
+    expected = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+    assert torch.equal(model(strange, attention_mask=mask, labels=strange).loss, expected)
+
+
 def test_ids_under_the_padding_do_not_matter():
     model = tiny.recurrent("gpt2")
     mask = torch.ones_like(IDS)

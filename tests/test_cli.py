@@ -286,12 +286,30 @@ def test_all_models_are_looked_at_before_one_is_scored(trained, home, tmp_path):
     assert not list(tmp_path.glob("*.json"))
 
 
+def test_validation_data_without_splits_is_read_whole(train, home, tmp_path):
+    text = b"a few words that are held out, and some more of them"
+    texts = write(tmp_path / "held", **{f"t{i}": text for i in range(30)})
+    told = succeed(*train, "--validation-data", texts)
+    assert "validation: held, 30 documents" in told.err
+    (tmp_path / "one.txt").write_bytes(text)
+    again = [*train[:-1], f"{train[-1]}-2"]
+    assert "validation: one, 1 documents" in succeed(*again, "--validation-data", tmp_path / "one.txt").err
+
+
+def test_what_is_of_training_may_change(trained, train):
+    again = ["train", "--model", trained, *train[3:]]
+    succeed(*again, "--keep-windows", 0, "--bptt-windows", 2)
+    recurrence = json.loads((Path(train[-1]) / "config.json").read_text())["recurrence"]
+    assert (recurrence["keep_windows"], recurrence["bptt_windows"]) == (0, 2)
+    assert "is recurrent already, with slots=1" in fail(*again[:-1], f"{train[-1]}-2", "--slots", 2, code=2)
+
+
 def test_one_text_is_scored_whole(trained, home, tmp_path):
     text = tmp_path / "letter.txt"
     text.write_text("a b c d e f g h " * 20)
     for command in (("evaluate", trained), ("horizon", trained, "--depth", 1)):
         (result,) = json.loads(run(*command, "--data", text, "--json").out)
-        assert result["data"]["split"] == "train"
+        assert result["data"]["split"] == "all"
         assert result["data"]["documents"] == 1
     assert "has no split 'test', only 'train'" in fail("evaluate", trained, "--data", text, "--split", "test", code=2)
 
@@ -368,7 +386,7 @@ def write(folder, **files):
         ({}, "there is no text in this folder. Accepted: "),
         ({"a": b" ", "b": b"\n", "c": b""}, "every document is empty or only white space"),
         ({"a": b"caf\xe9", "b": b"caf\xe9", "c": b"caf\xe9"}, "is not UTF-8 (byte 0xe9 at offset 3). Convert it"),
-        ({"a": b"x", "b": b"x", "c": b"x"}, "none of the 1 documents has a second token"),
+        ({"a": b"x", "b": b"x", "c": b"x"}, "no document has a second token to validate on"),
         ({"a": b"only one"}, "has no validation split (it has: train). Give --validation-data, or --no-validation"),
     ],
 )

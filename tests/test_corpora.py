@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from carryforward.data import cache as cache_folders
 from carryforward.data import documents, progress, texts
-from carryforward.data.corpora import available_splits, open_corpus, usual_split
+from carryforward.data.corpora import available_splits, has_own_splits, open_corpus, usual_split
 from carryforward.data.documents import Documents, tokenise
 from carryforward.data.texts import Corpus, Text
 
@@ -162,10 +162,23 @@ def test_few_documents_are_all_for_training(tmp_path):
     assert contents(tmp_path / "a.txt") == {"a.txt": "a"}
     assert open_corpus(str(tmp_path / "a.txt"), "train").name == "a"
     assert available_splits(str(tmp_path)) == available_splits(str(tmp_path / "a.txt")) == ("train",)
-    assert usual_split(str(tmp_path / "a.txt"), "test") == "train"
+    assert usual_split(str(tmp_path / "a.txt"), "test") == "all"
+    assert [text.name for text in open_corpus(str(tmp_path), "all")] == ["a.txt", "b.txt"]
     assert usual_split(str(tmp_path), "test") == "test"  # which it has not: training text is not scored unasked
     with pytest.raises(ValueError, match="no split 'validation', only 'train'"):
         open_corpus(str(tmp_path), "validation")
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev"])
+def test_files_that_are_called_as_splits_are_splits(tmp_path, name):
+    write(tmp_path, {"train.txt": "a", f"{name}.txt": "b", "test.txt": "c"})
+    source = str(tmp_path)
+    found = {split: [text.text for text in open_corpus(source, split)] for split in available_splits(source)}
+    assert found == {"train": ["a"], "validation": ["b"], "test": ["c"]}
+    assert has_own_splits(source)
+    write(tmp_path, {"other.txt": "d"})  # now they are texts among others
+    assert not has_own_splits(source)
+    assert sorted(text.text for text in open_corpus(source, "all")) == ["a", "b", "c", "d"]
 
 
 def test_json_lines(tmp_path):

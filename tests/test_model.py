@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model as a Hugging Face citizen, and what a call gives back."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -46,6 +47,86 @@ def test_logits_to_keep():
     assert_close(
         model(IDS, attention_mask=mask, logits_to_keep=3).logits, model(IDS, attention_mask=mask).logits[:, -3:]
     )
+
+
+def test_columns_that_are_not_there():
+    with pytest.raises(ValueError, match="columns are -30 to 29, not"):
+        tiny.recurrent("gpt2")(tiny.documents(2, 30), logits_to_keep=torch.tensor([3, 100]))
+
+
+def test_a_base_model_with_a_forward_of_its_own_has_its_own_loss():
+    class Scaled(hf.GPT2LMHeadModel):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits * 0.1
+            return out
+
+    torch.manual_seed(0)
+    base = Scaled(tiny.CONFIGS["gpt2"]()).eval()
+    with torch.no_grad():
+        for weight in base.parameters():
+            weight.normal_(std=0.3)
+    model, ids = cf.add_recurrence(base, window=8), tiny.documents(2, 30)
+    losses = [model(ids, labels=ids, return_logits=wanted).loss for wanted in (False, True)]
+    torch.testing.assert_close(*losses)
+
+
+def test_hooks_on_gradients_of_the_output_layer_are_called():
+    model, called, ids = tiny.recurrent("gpt2", keep_graph=True), [], tiny.documents(1, 30)
+    model.base.lm_head.register_full_backward_hook(lambda *args: called.append(1))
+    model(ids, labels=ids).loss.backward()
+    assert called
+
+
+def test_label_smoothing_shifts_the_labels(tmp_path):
+    model, ids = tiny.recurrent("gpt2"), tiny.documents(2, 30)
+    arguments = hf.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, label_smoothing_factor=1e-9)
+    with torch.no_grad():
+        smoothed = hf.Trainer(model=model, args=arguments).compute_loss(
+            model, {"input_ids": ids, "labels": ids.clone()}
+        )
+        torch.testing.assert_close(smoothed, model(ids, labels=ids).loss)
+
+
+def test_another_recurrence_on_loading(tmp_path):
+    model = tiny.recurrent("gpt2")
+    model.save_pretrained(tmp_path)
+    own = dataclasses.asdict(model.config.recurrence)
+    load = hf.AutoModelForCausalLM.from_pretrained
+    assert load(tmp_path, recurrence={**own, "keep_windows": 0}).config.recurrence.keep_windows == 0
+    with pytest.raises(ValueError, match="window=64 is larger than the 40 learned positions"):
+        load(tmp_path, recurrence={**own, "window": 64})
+    assert cf.add_recurrence(tiny.base("gpt2"), {"window": 8}).config.recurrence.window == 8
+
+
+def test_a_generation_config_that_cannot_be_saved_is_mended(tmp_path):
+    base = tiny.base("gpt2")
+    base.generation_config.temperature = 0.6
+    model = cf.add_recurrence(base, window=8)
+    model.save_pretrained(tmp_path)
+    assert hf.GenerationConfig.from_pretrained(tmp_path).temperature == 0.6
+
+
+def test_on_the_hub_it_has_its_folders_name(tmp_path, monkeypatch):
+    given = {}
+    model = tiny.recurrent("gpt2")
+    monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", lambda self, folder, **kwargs: given.update(kwargs))
+    model.save_pretrained(tmp_path / "my-model", push_to_hub=True)
+    assert given["repo_id"] == "my-model"
+
+
+def test_a_batched_pipeline():
+    from prose import tokenizer
+
+    words = tokenizer()
+    config = hf.BertConfig(vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                           intermediate_size=16, max_position_embeddings=40)  # fmt: skip
+    model = cf.add_recurrence(hf.BertForSequenceClassification(config).eval(), window=16, prefix=())
+    texts = ["The first of them.", "Another " * 30]
+    found = [hf.pipeline("text-classification", model=model, tokenizer=words, batch_size=n)(texts) for n in (1, 2)]
+    for one, other in zip(*found, strict=True):
+        assert one["label"] == other["label"]
+        assert one["score"] == pytest.approx(other["score"], abs=1e-5)
 
 
 def test_sums_and_counts():

@@ -86,6 +86,12 @@ def test_data_sets_are_kept_apart():
     ]
 
 
+def test_models_of_like_names_have_files_of_their_own(tmp_path):
+    names = ["m/a", "m-a", "../m-a", "x" * 300]
+    report.save([result(name, [row(0, 100.0)]) for name in names], tmp_path)
+    assert {one["model"]["name"] for one in report.load(tmp_path)} == set(names)
+
+
 def test_windows_and_seeds_are_named_where_they_differ_and_the_newest_counts():
     small = copy.deepcopy(PLAIN)
     small["model"]["window"] = 200

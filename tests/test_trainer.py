@@ -228,6 +228,31 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path, arguments, message):
         trainer(tmp_path, **arguments)
 
 
+def test_what_is_frozen_stays_so(tmp_path):
+    made = trainer(tmp_path / "a")
+    weight = made.model.base.get_input_embeddings().weight
+    weight.requires_grad_(False)
+    again = RecurrentTrainer(made.model, made.args, HELD_OUT)
+    before = weight.clone()
+    again.train()
+    assert not weight.requires_grad
+    assert torch.equal(weight, before)
+
+
+def test_what_cannot_be_validated_on_is_refused(tmp_path):
+    for held_out, message in (
+        ({"a": HELD_OUT}, "is a dictionary"),
+        ([np.array([3])], "no document has a second token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, held_out=held_out)
+    with pytest.raises(ValueError, match="label_smoothing_factor is not for recurrent models"):
+        RecurrentTrainingArguments(str(tmp_path), label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="compute_loss_func"):
+        RecurrentTrainer(tiny.recurrent("gpt2"), RecurrentTrainingArguments(str(tmp_path), use_cpu=True), HELD_OUT,
+                         compute_loss_func=lambda *args, **kwargs: 0)  # fmt: skip
+
+
 def test_nothing_to_train_is_refused(tmp_path):
     model = tiny.recurrent("llama", slots=0, kept=4)
     with pytest.raises(ValueError, match="has nothing to be trained"):

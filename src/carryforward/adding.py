@@ -7,7 +7,7 @@ import logging
 from typing import Any, Literal
 
 import transformers
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
 from .configuration import RecurrenceConfig, RecurrentModelConfig
@@ -71,6 +71,8 @@ def add_recurrence(
         raise ValueError("model is recurrent already; its base model is model.base.")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
+    if isinstance(config, dict):
+        config = RecurrenceConfig(**config)
     architecture = architecture_of(model.config)
     if head is not None:
         model = _with_head(model, head)
@@ -93,7 +95,7 @@ def add_recurrence(
         )  # fmt: skip
     result = cls(RecurrentModelConfig(base_config=model.config, recurrence=recurrence), base=model)
     if getattr(model, "generation_config", None) is not None:
-        result.generation_config = copy.deepcopy(model.generation_config)
+        result.generation_config = savable(copy.deepcopy(model.generation_config))
     for part in result.children():
         if part is not model:
             part.to(device=model.device if model.device.type != "meta" else None, dtype=model.dtype)
@@ -164,6 +166,16 @@ def _check_attention(model: PreTrainedModel) -> None:
             f"attn_implementation={used!r} cannot show the state to every query. "
             'Call model.set_attn_implementation("sdpa") first ("eager" works too).'
         )
+
+
+def savable(config: GenerationConfig) -> GenerationConfig:
+    """A generation config that transformers will save: published ones set how to sample and forget to say that one
+    does, which is found out when the first checkpoint is written."""
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True
+    return config
 
 
 def _fields(config: RecurrenceConfig) -> dict[str, Any]:

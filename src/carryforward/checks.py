@@ -19,6 +19,8 @@ def overlap(config: RecurrentModelConfig, value: int | None, prefix: int | None 
     """
     recurrence = config.recurrence
     value = recurrence.overlap if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"overlap={value!r}: give a number of tokens.")
     prefix = len(recurrence.prefix) if prefix is None else prefix
     room = windows.check(recurrence.window, value, prefix, len(recurrence.suffix))
     pooled = recurrence.pooled(room, value)

@@ -111,13 +111,14 @@ def add(
     data: Annotated[
         str, typer.Option(help="Text in the model's language, from which one with learned positions learns their part.")
     ] = PYTHON_DOCS,
+    text_field: TextField = "text",
     as_json: Json = False,
 ) -> None:
     """Let a model read on over window borders, without training: texts of any length."""
     with told_plainly():
         from .extending import extend
 
-        made = extend(model, out, data=data, window=window, kept=kept, sinks=sinks)
+        made = extend(model, out, data=data, window=window, kept=kept, sinks=sinks, text_field=text_field)
         told = f"{out}: windows of {made['window']} tokens, {made['kept']} + {made['sinks']} positions carried on"
         typer.echo(json.dumps({"out": str(out), **made}) if as_json else told)
 

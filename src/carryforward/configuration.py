@@ -211,8 +211,6 @@ class RecurrentModelConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.base_config, dict):
             self.base_config = AutoConfig.for_model(**self.base_config)
-        if isinstance(self.recurrence, dict):
-            self.recurrence = RecurrenceConfig(**self.recurrence)
         if self.base_config is not None:  # transformers makes an empty one to compare defaults with
             self.recurrence = self.recurrence or RecurrenceConfig()
             for name in ("id2label", "label2id", "problem_type"):
@@ -220,8 +218,14 @@ class RecurrentModelConfig(PreTrainedConfig):
                     setattr(self, name, getattr(self.base_config, name))
             for name in ("attn_implementation", "experts_implementation"):  # would be reset in the base config too
                 kwargs.setdefault(name, getattr(self.base_config, f"_{name}"))
-            _check_fit(self.recurrence, self.base_config, self.architecture)
+            self.check()
         super().__post_init__(**kwargs)
+
+    def check(self) -> None:
+        """Refuse a recurrence that does not fit the base model; one from a file, or given on loading, may be a dict."""
+        if isinstance(self.recurrence, dict):
+            self.recurrence = RecurrenceConfig(**self.recurrence)
+        _check_fit(self.recurrence, self.base_config, self.architecture)
 
     @property
     def architecture(self) -> Architecture:
@@ -284,6 +288,9 @@ def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architectur
         )
     if architecture.causal and (recurrence.prefix or recurrence.suffix):
         raise ValueError(f"prefix and suffix are for encoders; {base.model_type} is causal. Leave them empty.")
+    strange = [one for one in (*recurrence.prefix, *recurrence.separator, *recurrence.suffix) if one >= base.vocab_size]
+    if strange:
+        raise ValueError(f"prefix, separator or suffix hold {strange[0]}, and token ids end at {base.vocab_size - 1}.")
     positions = architecture.positions(base)
     if architecture.rotary and recurrence.window + recurrence.seen > positions:
         logger.warning(

@@ -9,7 +9,7 @@ from .configuration import SINKS, RecurrenceConfig
 from .data.corpora import open_corpus
 from .data.documents import tokenise
 from .insertion import architecture_of
-from .loading import load_causal
+from .loading import describe_causal, load_causal
 from .places import measure_places, needs_places
 
 AT_ONCE = 1024  # a window need not be as long as a model can read
@@ -23,6 +23,7 @@ def extend(
     window: int | None = None,
     kept: int | None = None,
     sinks: int | None = None,
+    text_field: str = "text",
 ) -> dict[str, int]:
     """Save a model that carries keys and values from window to window; gives back what it does.
 
@@ -31,9 +32,11 @@ def extend(
         window: by default as many tokens as leave room for what is kept among the model's positions, 1,024 at most.
         kept: newest positions whose keys and values are carried; with `sinks`, half a window by default.
         sinks: the document's first positions, whose are carried too; 4 by default.
+        text_field: the field of JSON lines and Hub rows that holds the text.
     """
     if out.exists():
         raise ValueError(f"--out {out} exists already. Give another folder.")
+    stored = describe_causal(name)[0].dtype
     loaded = load_causal(name)
     if loaded.recurrent:
         raise ValueError(f"{name} is recurrent already.")
@@ -50,7 +53,9 @@ def extend(
     recurrence = RecurrenceConfig.preset("kept", window=window, **given)
     model = add_recurrence(loaded.model, recurrence)
     if needs_places(model):
-        measure_places(model, tokenise(open_corpus(data, "train"), loaded.tokenizer))
+        measure_places(model, tokenise(open_corpus(data, "train", text_field=text_field), loaded.tokenizer))
+    elif stored is not None:
+        model.to(dtype=stored)  # type: ignore[call-arg]
     if reach is not None and window + recurrence.seen > reach:
         console.note(
             f"{name} has layers that look back {reach} tokens only, and would see further with what is kept. Use a "

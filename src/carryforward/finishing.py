@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What both training jobs do alike: check a model that is recurrent already, train to the end or to Ctrl-C, save."""
 
+import dataclasses
 import gc
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from . import checkpoints, console
 from .callbacks import StopGently
-from .modeling import RecurrentPreTrainedModel
+from .configuration import RecurrentModelConfig
 from .provenance import provenance
 from .runs import Run
 from .settings import RecurrentSettings
@@ -21,15 +22,20 @@ class Interrupted(KeyboardInterrupt):
     """Training was stopped from outside; everything up to here is saved."""
 
 
-def check_same(model: RecurrentPreTrainedModel, settings: RecurrentSettings) -> None:
-    """Refuse settings that ask for another recurrence than a model has."""
-    own = model.config.recurrence
+_OF_TRAINING = ("bptt_windows", "keep_windows")  # not what a recurrence is, but how it is trained
+
+
+def check_same(config: RecurrentModelConfig, settings: RecurrentSettings) -> None:
+    """Refuse settings that ask for another recurrence than a model has; those of training are taken over."""
+    own, wanted = config.recurrence, settings.recurrence_fields()
     if settings.preset is not None:
         raise ValueError(f"{settings.model} is recurrent already. Leave --preset out.")
-    wanted = settings.recurrence_fields()
-    differing = [f"{name}={getattr(own, name)}" for name, value in wanted.items() if getattr(own, name) != value]
+    differing = [f"{name}={getattr(own, name)}" for name, value in wanted.items()
+                 if name not in _OF_TRAINING and getattr(own, name) != value]  # fmt: skip
     if differing:
         raise ValueError(f"{settings.model} is recurrent already, with {', '.join(differing)}. Leave these out.")
+    taken = {name: wanted[name] for name in _OF_TRAINING if name in wanted}
+    config.recurrence = dataclasses.replace(own, **taken)
 
 
 def train_to_the_end(trainer: WholeTrainer, run: Run, stop: StopGently) -> None:

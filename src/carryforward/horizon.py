@@ -50,6 +50,8 @@ def survey(
 ) -> dict[str, Any]:
     """Measure a recurrent model's state on a corpus."""
     check(name)
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1.")
     device = usable_device(device)
     loaded = load_causal(name)
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
@@ -125,12 +127,20 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def write(results: list[dict[str, Any]], folder: Path) -> None:
-    """Write horizon.json and, where there is matplotlib, horizon.png."""
+    """Write horizon.json and, where there is matplotlib, horizon.png; other models that are there already stay."""
+    known = folder / "horizon.json"
+    before = json.loads(known.read_text()) if known.exists() else []
+    measured = {_about(one) for one in results}
+    results = [*(one for one in before if _about(one) not in measured), *results]
     write_whole(folder / "horizon.json", json.dumps(results, indent=1) + "\n")
     try:
         draw(results, folder / "horizon.png")
     except ImportError as error:
         logger.warning("%s is left out: %s", folder / "horizon.png", error)
+
+
+def _about(result: dict[str, Any]) -> tuple[str, str]:
+    return result["model"], json.dumps(result.get("data"), sort_keys=True)
 
 
 def draw(results: list[dict[str, Any]], path: Path, colours: Sequence[str] = COLOURS) -> None:

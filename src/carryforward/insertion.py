@@ -119,8 +119,11 @@ class Architecture:
     def projection(self, model: Any) -> nn.Linear | None:
         """The layer whose outputs are a causal model's logits, or None where more is done, by the model or a hook."""
         layer, cap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
-        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in (model, layer))
-        if type(layer) is not nn.Linear or hooked or hasattr(layer, "_hf_hook") or cap is not None:
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        hooked = any(getattr(module, kind) for module in (model, layer) for kind in kinds)
+        changed = any("forward" in vars(module) for module in (model, layer)) or hasattr(layer, "_hf_hook")
+        own = type(model).forward.__module__.startswith("transformers.")
+        if type(layer) is not nn.Linear or not own or hooked or changed or cap is not None:
             return None
         return layer
 

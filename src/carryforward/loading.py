@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from . import checkpoints, registration
-from .adding import add_recurrence
+from .adding import add_recurrence, savable
 from .configuration import RecurrentModelConfig
 from .insertion import architecture_of, is_supported
 from .modeling import RecurrentPreTrainedModel
@@ -64,6 +64,8 @@ def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     model = load_model(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
     if Path(name).suffix == ".gguf":
         _make_plain(model)
+    if getattr(model, "generation_config", None) is not None:
+        savable(model.generation_config)
     if isinstance(model, RecurrentPreTrainedModel) and not isinstance(config, RecurrentModelConfig):
         model = model.base
     return Loaded(name, model, load_tokenizer(name), run)

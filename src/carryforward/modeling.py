@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -21,7 +22,7 @@ from . import bptt, checkpoints, checks, doors, insertion
 from .configuration import RecurrentModelConfig
 from .memory import Allowance
 from .program import Emit, Program
-from .reading import Reading
+from .reading import IGNORE, Reading
 from .recording import Result, Work
 from .recurrence import Recurrence
 from .replay import FastPath, Replays
@@ -86,6 +87,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         Args:
             base: a loaded model to build on; without it one is made from the config, as `from_pretrained` needs.
         """
+        if base is None:
+            config.check()  # `from_pretrained` may have been given another recurrence
         super().__init__(config)
         self.base = getattr(transformers, self.auto_class).from_config(config.base_config) if base is None else base
         if base is not None:
@@ -165,7 +168,10 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             bptt_windows=recurrence.bptt_windows, prefixes=prefixes,
         )  # fmt: skip
         checks.vocabulary(input_ids, attention_mask, self._vocabulary)
-        checks.classes(labels, self._num_classes)
+        scored = labels  # what stands at padding is not
+        if labels is not None and attention_mask is not None:
+            scored = labels.masked_fill(~attention_mask.bool().to(labels.device), IGNORE)
+        checks.classes(scored, self._num_classes)
         return reading
 
     def _inputs(self, work: Work) -> tuple[insertion.Carry, dict]:
@@ -389,6 +395,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """Save as every Hugging Face model does; nothing half-written is ever seen at `save_directory`."""
         if not kwargs.get("is_main_process", True):
             return super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", Path(save_directory).resolve().name)  # not that of the folder beside
         with checkpoints.written_beside(save_directory) as beside:
             super().save_pretrained(beside, **kwargs)
 

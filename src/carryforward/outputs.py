@@ -58,6 +58,8 @@ def summarise(reading: Reading, firsts: list[Tensor]) -> Tensor | None:
 def columns_to_keep(logits_to_keep: int | Tensor, width: int) -> tuple[Tensor, int, Tensor | None]:
     """For each input column its output column or -1; the number of output columns; and how to order them at last."""
     if isinstance(logits_to_keep, Tensor):
+        if logits_to_keep.numel() and not -width <= int(logits_to_keep.min()) <= int(logits_to_keep.max()) < width:
+            raise ValueError(f"logits_to_keep: columns are {-width} to {width - 1}, not {logits_to_keep.tolist()}.")
         listed, order = (logits_to_keep.cpu() % width).unique(return_inverse=True)
         columns = torch.full((width,), -1)
         columns[listed] = torch.arange(len(listed))

@@ -88,7 +88,7 @@ def _model(settings: QuestionSettings, tokenizer: Any) -> RecurrentForQuestionAn
     config, fields = load_config(settings.model), settings.recurrence_fields()
     if isinstance(config, RecurrentModelConfig):
         loaded: Any = load_finder(settings.model, device="cpu").model
-        check_same(loaded, settings)
+        check_same(loaded.config, settings)
         loaded.config.use_state = settings.recurrence
         return loaded
     has_head = any("ForQuestionAnswering" in one for one in config.architectures or [])

@@ -39,6 +39,8 @@ def register() -> None:
     AutoConfig.register(RecurrentModelConfig.model_type, RecurrentModelConfig, exist_ok=True)
     for cls in classes().values():
         getattr(transformers, cls.auto_class).register(RecurrentModelConfig, cls, exist_ok=True)
+    # by these names, and not by what is registered, `Trainer` knows whose labels to shift for label smoothing
+    sys.modules[_AUTO].MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[RecurrentModelConfig.model_type] = "RecurrentForCausalLM"
 
 
 def register_when_needed() -> None:

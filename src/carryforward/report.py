@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 Result = dict[str, Any]
 Row = dict[str, Any]
+_LONGEST = 100  # characters of a file's name
 # A model's rows by overlap: (with its state, without); either may be missing.
 Series = dict[int, tuple[Row | None, Row | None]]
 
@@ -149,9 +150,10 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for result in results:
         parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
-        how = (result["data"], _variant(result), [row["overlap"] for row in result["rows"]])  # another: another file
+        overlaps = [row["overlap"] for row in result["rows"]]
+        how = (result["model"]["name"], result["data"], _variant(result), overlaps)  # another: another file
         digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=3).hexdigest()
-        name = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") + f"-{digest}"
+        name = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.")[-_LONGEST:] + f"-{digest}"
         write_whole(target / f"{name}.json", json.dumps(result, indent=2) + "\n")
     write(load(target), target)
 

@@ -49,11 +49,9 @@ class State:
     def __len__(self) -> int:
         return len(self.read)
 
-    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> "State":
-        """The state of some rows: a slice, a list of row numbers or a mask."""
-        if isinstance(rows, int):
-            raise TypeError(f"a state is indexed by rows: use state[{rows}:{rows + 1}] or state[[{rows}]].")
-        index = torch.arange(len(self))[rows]
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> "State":
+        """The state of some rows: a slice, a list of row numbers or a mask; a single row is a batch of one."""
+        index = torch.arange(len(self))[rows].reshape(-1)
         return self._map(lambda x: x.index_select(0, index.to(x.device)))
 
     def split(self, size: int = 1) -> list["State"]:

@@ -94,7 +94,12 @@ class RecurrentTrainer(WholeTrainer):
         self.samples = Samples(
             train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample, in_pieces=args.carry_state
         )
-        model.base.requires_grad_(not args.freeze_base)
+        if args.freeze_base:
+            model.base.requires_grad_(False)
+        if isinstance(eval_dataset, dict):
+            raise ValueError("eval_dataset is a dictionary: give documents, and evaluate others with evaluate(...).")
+        if eval_dataset is not None and not any(len(document) > 1 for document in eval_dataset):
+            raise ValueError("eval_dataset: no document has a second token to predict.")
         self.global_batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         rows, seed = args.train_batch_size * args.world_size, args.seed if args.data_seed is None else args.data_seed
         self.order = Lanes(self.samples, rows, seed) if args.carry_state else Order(len(self.samples), rows, seed)

@@ -18,7 +18,7 @@ from . import checkpoints, console
 from .adding import add_recurrence
 from .callbacks import StopGently, show
 from .configuration import RecurrenceConfig, RecurrentModelConfig
-from .data.corpora import available_splits, open_corpus
+from .data.corpora import ALL, available_splits, has_own_splits, open_corpus
 from .data.documents import Documents, tokenise
 from .finishing import check_same, finish, free, train_to_the_end
 from .heads import RecurrentForCausalLM
@@ -90,20 +90,27 @@ def _documents(settings: TrainSettings, tokenizer: Any) -> tuple[Documents, Docu
     if not settings.validation:
         return documents, None
     source = settings.validation_data or settings.data
+    split = "validation" if settings.validation_data is None or has_own_splits(source) else ALL
     splits = available_splits(source)
-    if "validation" not in splits:
+    if split not in (*splits, ALL):
         raise ValueError(
             f"{source} has no validation split (it has: {', '.join(splits)}). Give --validation-data, or "
             "--no-validation to train without."
         )
-    held_out = open_corpus(source, "validation", text_field=settings.text_field, checksums=checksums)
-    return documents, tokenise(held_out, tokenizer, max_tokens=settings.max_validation_tokens)
+    checksums = checksums if source.partition("=")[0] == "pg19" else None
+    held_out = open_corpus(source, split, text_field=settings.text_field, checksums=checksums)
+    found = tokenise(held_out, tokenizer, max_tokens=settings.max_validation_tokens)
+    if not (found.lengths > 1).any():
+        raise ValueError(f"{source}, split {split!r}: no document has a second token to validate on. Give longer ones.")
+    return documents, found
 
 
 def _check_recurrence(settings: TrainSettings) -> None:
     """Refuse what the model cannot do before anything is tokenised."""
     config = load_config(settings.model)
-    if not isinstance(config, RecurrentModelConfig):
+    if isinstance(config, RecurrentModelConfig):
+        check_same(config, settings)
+    else:
         RecurrentModelConfig(base_config=config, recurrence=_recurrence(settings))
 
 
@@ -117,7 +124,7 @@ def _describe(what: str, documents: Documents) -> str:
 
 def _recurrent(loaded: Loaded, settings: TrainSettings) -> RecurrentForCausalLM:
     if isinstance(loaded.model, RecurrentForCausalLM):
-        check_same(loaded.model, settings)
+        check_same(loaded.model.config, settings)
         return loaded.model
     model = add_recurrence(loaded.model, _recurrence(settings))
     assert isinstance(model, RecurrentForCausalLM)

@@ -40,6 +40,11 @@ class WholeTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = False
     ddp_find_unused_parameters: bool | None = False  # every trained parameter has a gradient in every step
 
+    def __post_init__(self) -> None:
+        if self.label_smoothing_factor:
+            raise ValueError("label_smoothing_factor is not for recurrent models, which compute their own loss: use 0.")
+        super().__post_init__()
+
 
 class WholeTrainer(Trainer):
     """A `Trainer` of recurrent models. Without `eval_dataset` nothing is validated.
@@ -55,7 +60,10 @@ class WholeTrainer(Trainer):
         self._staging: Path | None = None
         if eval_dataset is None:
             args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
-        model.recurrence.requires_grad_(args.use_state)
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError("compute_loss_func would be given no logits: recurrent models compute their own loss.")
+        if not args.use_state:
+            model.recurrence.requires_grad_(False)
         super().__init__(model, args, eval_dataset=eval_dataset, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -227,11 +227,12 @@ def _reading(
 
 
 def _encode(loaded: Loaded, prompt: str | None, state: State | None) -> list[int]:
-    """Tokens as in training: a recurrent model's without special ones, a plain model's as its tokenizer puts them."""
+    """Tokens as in training: without special ones where that was here, else as the tokenizer puts them."""
     tokenizer = loaded.tokenizer
     if prompt:
         (encoded,) = Encoder(tokenizer).encode([prompt])
-        before = [] if loaded.recurrent else special_tokens(tokenizer)[0]
+        trained_here = loaded.recurrent and loaded.run is not None
+        before = [] if trained_here or state is not None else special_tokens(tokenizer)[0]
         return [*before, *map(int, encoded.ids)]
     if state is not None:
         return []

@@ -22,6 +22,7 @@ from .texts import SPLITS, Corpus, Splits, Text
 logger = logging.getLogger(__name__)
 
 PYTHON_DOCS = "python-docs"
+ALL = "all"  # every document of a source that has no splits of its own
 _VALIDATION = ("validation", "valid", "val", "dev")  # what the folder or file of that split may be called
 _HUB_NAME = re.compile(r"(?P<path>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/\\]+))?")
 _ACCEPTED = (
@@ -41,32 +42,37 @@ def open_corpus(source: str, split: str, *, text_field: str = "text", checksums:
             * ``python-docs``: the documentation that this Python installation carries;
             * a folder with ``train/``, ``validation/``, ``test/`` of .txt files, a document each;
             * a folder with ``{train,validation,test}.jsonl``, or one .jsonl file: a JSON object a line;
+            * a folder with ``{train,validation,test}.txt`` and nothing else: one document each;
             * a folder of .txt files, a document each;
             * one .txt file: one document;
             * a data set of the Hub: ``name``, ``owner/name`` or ``owner/name:config``.
         split: "train", "validation" or "test". Sources without splits of their own are cut by a hash of the
-            documents' names: 5 % validation, 5 % test, at least one document each.
+            documents' names: 5 % validation, 5 % test, at least one document each; "all" is all of them.
         text_field: the field of JSON lines and Hub rows that holds the text.
         checksums: a folder with ``{split}_bytes_sha256.tsv`` to check the books of PG-19 against.
     """
     splits = _splits(source, text_field, checksums)
     found = _one_of(splits, _VALIDATION if split in _VALIDATION and split not in splits else (split,))
     if found is None:
-        raise ValueError(
-            f"{source} has no split {split!r}, only {', '.join(map(repr, splits))}. Choose one of these with --split."
-        )
+        has = ", ".join(map(repr, (name for name in splits if name != ALL)))
+        raise ValueError(f"{source} has no split {split!r}, only {has}. Choose one of these with --split.")
     return dataclasses.replace(splits[found](), source=source)
 
 
 def available_splits(source: str) -> tuple[str, ...]:
-    """The splits `open_corpus` can open."""
-    return tuple(_splits(source, "text", None))
+    """The splits `open_corpus` can open, beside `ALL`."""
+    return tuple(name for name in _splits(source, "text", None) if name != ALL)
+
+
+def has_own_splits(source: str) -> bool:
+    """Whether what is for training is said by the source, and not decided here."""
+    return ALL not in _splits(source, "text", None)
 
 
 def usual_split(source: str, usual: str) -> str:
     """The split to read where none was asked for: the usual one, or all of a single text."""
     path = Path(source).expanduser()
-    return "train" if path.suffix.lower() == ".txt" and path.is_file() else usual
+    return ALL if path.suffix.lower() == ".txt" and path.is_file() else usual
 
 
 def _splits(source: str, field: str, checksums: Path | None) -> Splits:
@@ -92,14 +98,20 @@ def _splits(source: str, field: str, checksums: Path | None) -> Splits:
         return python_docs.splits()
     path = Path(source).expanduser()
     if path.is_dir():
-        found = published.wikitext(path) or _split_folders(path) or _jsonl_folder(path, field) or _flat_folder(path)
+        found = (
+            published.wikitext(path)
+            or _split_folders(path)
+            or _jsonl_folder(path, field)
+            or _split_files(path)
+            or _flat_folder(path)
+        )
         if not found:
             raise ValueError(f"{source}: there is no text in this folder. Accepted: {_ACCEPTED}.")
         return found
     if path.suffix == ".jsonl" and path.is_file():
         return _jsonl_file(path, field)
     if path.suffix.lower() == ".txt" and path.is_file():
-        return {"train": partial(_files, path.stem, "train", path.parent, [path.name])}
+        return {split: partial(_files, path.stem, split, path.parent, [path.name]) for split in ("train", ALL)}
     if path.exists():
         raise ValueError(
             f"{source} is neither a folder nor a .txt or .jsonl file. Accepted: these, or a folder with {_ACCEPTED}."
@@ -145,6 +157,16 @@ def _split_folders(folder: Path) -> Splits:
     return {split: partial(corpus, split) for split in found}
 
 
+def _split_files(folder: Path) -> Splits:
+    """Files that are called as splits are, where there are no others."""
+    present = texts.text_files(folder)
+    files = {split: _one_of(present, [f"{name}.txt" for name in _names(split)]) for split in SPLITS}
+    found = {split: file for split, file in files.items() if file}
+    if len(found) < 2 or len(found) < len(present):
+        return {}
+    return {split: partial(_files, _short(folder), split, folder, [file]) for split, file in found.items()}
+
+
 def _flat_folder(folder: Path) -> Splits:
     files = texts.text_files(folder)
     parts = _cut(files, len(files))
@@ -182,7 +204,7 @@ def _jsonl_file(path: Path, field: str) -> Splits:
 def _cut(names: Iterable[str], count: int, ids: Sequence[int] | None = None) -> dict[str, Callable[[int], bool]]:
     """The fixed rule for sources without splits: for each split, whether it has a document, by index (or id)."""
     if count < 3:
-        return {"train": lambda i: True} if count else {}
+        return {split: lambda i: True for split in ("train", ALL)} if count else {}
     ids = range(count) if ids is None else ids
     part = max(1, count // 20)
     ranked = heapq.nsmallest(
@@ -194,6 +216,7 @@ def _cut(names: Iterable[str], count: int, ids: Sequence[int] | None = None) -> 
         "train": lambda i: i not in validation and i not in test,
         "validation": validation.__contains__,
         "test": test.__contains__,
+        ALL: lambda i: True,
     }
 
 
