@@ -119,6 +119,7 @@ def test_a_batched_pipeline():
     from prose import tokenizer
 
     words = tokenizer()
+    words.pad_token = words.eos_token
     config = hf.BertConfig(vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
                            intermediate_size=16, max_position_embeddings=40)  # fmt: skip
     model = cf.add_recurrence(hf.BertForSequenceClassification(config).eval(), window=16, prefix=())
