@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 
 import carryforward as cf
+from carryforward import modeling
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,17 @@ def test_encoders_without_special_tokens_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         cf.add_recurrence(tiny.base("bert"), window=8, prefix=())
     assert not caplog.text
+
+
+def test_special_tokens_that_would_be_read_twice_are_warned_of(monkeypatch):
+    told = []
+    monkeypatch.setattr(modeling.logger, "warning_once", told.append)
+    model = cf.add_recurrence(tiny.base("bert"), window=11, prefix=(2,), suffix=(3,))
+    model(IDS[:1])
+    assert not told
+    ids = torch.tensor([[2, 9, 8, 3, 0]])
+    model(ids, attention_mask=(ids > 0).long())
+    assert "add_special_tokens=False" in told[0]
 
 
 def test_reentrant_checkpointing_is_refused():

@@ -93,6 +93,13 @@ def labels(given: Tensor | None, input_ids: Tensor) -> None:
         )
 
 
+def framed(input_ids: Tensor, attention_mask: Tensor | None, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> bool:
+    """Whether a tokenizer has put around the first row what every window is given."""
+    row = input_ids[0] if attention_mask is None else input_ids[0][attention_mask[0].bool()]
+    ends = [*row[: len(prefix)].tolist(), *row[max(len(row) - len(suffix), 0) :].tolist()]
+    return len(row) >= len(ends) and ends == [*prefix, *suffix]
+
+
 def vocabulary(input_ids: Tensor, attention_mask: Tensor | None, size: int, name: str = "input_ids") -> None:
     """Tokens that exist. A device that is still at work is waited for, so this comes after what can be done before."""
     used = input_ids if attention_mask is None else input_ids[attention_mask.bool()]

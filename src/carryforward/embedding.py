@@ -64,7 +64,7 @@ def encode(
         texts: the documents.
         tokenizer: the model's; a fast one, as "tokens" needs offsets. Special tokens are the model's business.
         output: "document" gives one vector each, [documents, k]; "tokens" a list of `TokenVectors`; "windows" a list of
-            the states after each full window, [windows, states, slots, k].
+            the states that windows pass on to the next, [windows - 1, states, slots, k].
         pooling: for "document": the "mean" of its token vectors, or the "state" after all of it, all slots side by
             side; a last window that is not full counts with the tokens it has. An empty document's vector is zero.
         overlap: read at another overlap than the model was made for. A token's vector then comes from the window in

@@ -158,6 +158,12 @@ class RecurrentPreTrainedModel(PreTrainedModel):
                 "carryforward.measure_places(model, documents)."
             )
         checks.tokens(input_ids, attention_mask, state, final)
+        frame = recurrence.prefix, recurrence.suffix
+        if all(frame) and prefixes is None and not any(state.read) and checks.framed(input_ids, attention_mask, *frame):
+            logger.warning_once(
+                "The documents begin and end with special tokens, which every window is given anyway. Tokenise with "
+                "add_special_tokens=False."
+            )
         checks.labels(labels, input_ids)
         # without a state, windows whose activations may be in memory together are also run together
         keep = recurrence.keep_windows
