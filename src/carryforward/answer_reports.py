@@ -8,7 +8,6 @@ A result is plain JSON, with the scores of every question, so that two models ca
      "rows": [{"use_state": true, "exact": 43.2, "f1": 56.1, "seconds": 10.0, "scores": {"id": [0.0, 0.5], ...}}]}
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from .answer_scores import percent, score_all
 from .answering import MAX_TOKENS, Found, answer_all, ask
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
-from .files import write_whole
+from .files import name_of, write_whole
 from .loading import Loaded, describe_finder, load_finder
 from .provenance import provenance
 from .table import markdown_table
@@ -70,7 +69,8 @@ def evaluate_answers(
     for name in names:
         loaded = load_finder(name, window=window, device=device)
         how = {"join_words": join_words, **settings, "bf16": bf16}
-        stem, rows = _stem(name, about, {**how, "seed": seed, "window": window}), []
+        stem = name_of((name, data.name.partition(".")[0]), (about, how, seed, window))
+        rows = []
         for use_state, found, seconds in _answers(loaded, questions, settings, control, bf16):
             rows.append({"use_state": use_state, **_scored(questions, found), "seconds": seconds})
             if out is not None:
@@ -147,10 +147,3 @@ def _predictions(questions: Sequence[Question], found: Sequence[Found]) -> dict[
     if questions[0].format == "hotpotqa":
         return {"answer": texts, "sp": {name: [] for name in texts}}
     return texts
-
-
-def _stem(name: str, about: dict[str, Any], how: dict[str, Any]) -> str:
-    """What files are called: other questions or other settings, other files."""
-    digest = hashlib.blake2b(json.dumps([about, how], sort_keys=True).encode(), digest_size=3).hexdigest()
-    parts = Path(name).as_posix().strip("/").replace("/", "-"), about["name"].partition(".")[0], digest
-    return "-".join(parts)

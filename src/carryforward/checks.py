@@ -111,8 +111,10 @@ def vocabulary(input_ids: Tensor, attention_mask: Tensor | None, size: int, name
         )
 
 
-def classes(labels: Tensor | None, number: int, name: str = "labels") -> None:
-    """Labels that are each a class or -100."""
+def classes(labels: Tensor | None, attention_mask: Tensor | None, number: int, name: str = "labels") -> None:
+    """Labels that are each a class or -100; what stands at padding is not scored."""
+    if labels is not None and attention_mask is not None:
+        labels = labels[attention_mask.bool().to(labels.device)]
     if labels is not None and labels.numel() and not _within(labels.masked_fill(labels == IGNORE, 0), number):
         wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= number))][0].item()
         raise ValueError(f"{name} holds {wrong}; accepted are 0 to {number - 1}, and {IGNORE} for unscored.")

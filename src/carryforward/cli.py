@@ -153,7 +153,7 @@ def evaluate(
         names, overlaps = models or [BUNDLED], tuple(overlap or ())
         if out is not None:  # or hours of work would have nowhere to go
             out.mkdir(parents=True, exist_ok=True)
-        for name in names:
+        for name in names if len(names) > 1 else ():  # a single one is looked at soon enough
             check(name, overlaps=overlaps, window=window)
         results = []
         for name in names:

@@ -29,17 +29,15 @@ def topics(
     """Do continuations keep to the topics of their contexts, with the state and without it?"""
     with told_plainly():
         from . import console, topic_reports
+        from .figure import left_out
 
         out.mkdir(parents=True, exist_ok=True)
         result = topic_reports.measure(model, settings, out, device=device)
         typer.echo(json.dumps(result) if as_json else topic_reports.markdown(result))
-        written = "topics.json"
-        try:
+        with left_out(out / "topics.png"):
             topic_reports.draw(result, out / "topics.png")
-            written += ", topics.png"
-        except ImportError as error:
-            console.note(f"{out / 'topics.png'} is left out: {error}")
-        console.note(f"written to {out}: {written}")
+        written = [name for name in ("topics.json", "topics.png") if (out / name).exists()]
+        console.note(f"written to {out}: {', '.join(written)}")
 
 
 @options(ContinuationSettings)

@@ -9,7 +9,7 @@ from .configuration import SINKS, RecurrenceConfig
 from .data.corpora import open_corpus
 from .data.documents import tokenise
 from .insertion import architecture_of
-from .loading import describe_causal, load_causal
+from .loading import load_causal
 from .places import measure_places, needs_places
 
 AT_ONCE = 1024  # a window need not be as long as a model can read
@@ -36,7 +36,6 @@ def extend(
     """
     if out.exists():
         raise ValueError(f"--out {out} exists already. Give another folder.")
-    stored = describe_causal(name)[0].dtype
     loaded = load_causal(name)
     if loaded.recurrent:
         raise ValueError(f"{name} is recurrent already.")
@@ -54,8 +53,8 @@ def extend(
     model = add_recurrence(loaded.model, recurrence)
     if needs_places(model):
         measure_places(model, tokenise(open_corpus(data, "train", text_field=text_field), loaded.tokenizer))
-    elif stored is not None:
-        model.to(dtype=stored)  # type: ignore[call-arg]
+    elif loaded.stored is not None:
+        model.to(dtype=loaded.stored)  # type: ignore[call-arg]
     if reach is not None and window + recurrence.seen > reach:
         console.note(
             f"{name} has layers that look back {reach} tokens only, and would see further with what is kept. Use a "

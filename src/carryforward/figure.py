@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The perplexity-FLOPs figure: lines in, a matplotlib figure out. What the lines mean is `report`'s."""
 
+import logging
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from typing import Any
 
 from .files import written_whole
 
+logger = logging.getLogger(__name__)
 Point = tuple[float, float, str]  # FLOPs, perplexity, label
 
 
@@ -43,6 +47,15 @@ def empty(count: int) -> tuple[Any, Any]:
         raise ImportError("figure needs matplotlib: pip install carryforward[figures]") from error
     drawn = Figure(figsize=(7.2 * count, 4.6), dpi=160, layout="constrained")
     return drawn, drawn.subplots(1, count, squeeze=False)[0]
+
+
+@contextmanager
+def left_out(path: str | os.PathLike) -> Iterator[None]:
+    """Without matplotlib a figure is left out, and what it would have shown is not lost."""
+    try:
+        yield
+    except ImportError as error:
+        logger.warning("%s is left out: %s", path, error)
 
 
 def save(drawn: Any, path: str | os.PathLike) -> None:

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that appear whole: written beside, then put in place. Folders that do are in `checkpoints` and `data.cache`."""
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+_LONGEST = 100  # characters of a name that is to be read
 
 
 @contextmanager
@@ -17,6 +23,12 @@ def written_whole(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def name_of(parts: Sequence[str], how: Any) -> str:
+    """What to call a result's file: readable parts, and a digest of them and of what else tells it from others."""
+    digest = hashlib.blake2b(json.dumps([*parts, how], sort_keys=True).encode(), digest_size=3).hexdigest()
+    return re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.")[-_LONGEST:] + f"-{digest}"
 
 
 def write_whole(path: str | os.PathLike, text: str) -> None:

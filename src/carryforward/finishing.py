@@ -26,7 +26,7 @@ _OF_TRAINING = ("bptt_windows", "keep_windows")  # not what a recurrence is, but
 
 
 def check_same(config: RecurrentModelConfig, settings: RecurrentSettings) -> None:
-    """Refuse settings that ask for another recurrence than a model has; those of training are taken over."""
+    """Refuse settings that ask for another recurrence than a model has."""
     own, wanted = config.recurrence, settings.recurrence_fields()
     if settings.preset is not None:
         raise ValueError(f"{settings.model} is recurrent already. Leave --preset out.")
@@ -34,8 +34,14 @@ def check_same(config: RecurrentModelConfig, settings: RecurrentSettings) -> Non
                  if name not in _OF_TRAINING and getattr(own, name) != value]  # fmt: skip
     if differing:
         raise ValueError(f"{settings.model} is recurrent already, with {', '.join(differing)}. Leave these out.")
+
+
+def take_over(config: RecurrentModelConfig, settings: RecurrentSettings) -> None:
+    """Let a model that is recurrent already be trained as the settings say."""
+    check_same(config, settings)
+    wanted = settings.recurrence_fields()
     taken = {name: wanted[name] for name in _OF_TRAINING if name in wanted}
-    config.recurrence = dataclasses.replace(own, **taken)
+    config.recurrence = dataclasses.replace(config.recurrence, **taken)
 
 
 def train_to_the_end(trainer: WholeTrainer, run: Run, stop: StopGently) -> None:

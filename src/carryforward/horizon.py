@@ -9,7 +9,6 @@ The result is plain JSON. Gains are nats per token: what the state's removal cos
 """
 
 import json
-import logging
 from collections.abc import Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -22,14 +21,12 @@ from . import console, windows
 from .configuration import RecurrentModelConfig
 from .data.corpora import open_corpus, usual_split
 from .data.documents import tokenise
-from .figure import COLOURS, dress, empty, save
+from .figure import COLOURS, dress, empty, left_out, save
 from .files import write_whole
 from .loading import describe_causal, load_causal, usable_device
 from .provenance import provenance
 from .scoring import deep_windows, horizon, token_losses
 from .table import markdown_table
-
-logger = logging.getLogger(__name__)
 
 DEPTHS = (0, 1, 2, 4, 8)
 _POSITIONS = 30  # points of the figure
@@ -133,10 +130,8 @@ def write(results: list[dict[str, Any]], folder: Path) -> None:
     measured = {_about(one) for one in results}
     results = [*(one for one in before if _about(one) not in measured), *results]
     write_whole(folder / "horizon.json", json.dumps(results, indent=1) + "\n")
-    try:
+    with left_out(folder / "horizon.png"):
         draw(results, folder / "horizon.png")
-    except ImportError as error:
-        logger.warning("%s is left out: %s", folder / "horizon.png", error)
 
 
 def _about(result: dict[str, Any]) -> tuple[str, str]:

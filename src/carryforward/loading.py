@@ -39,6 +39,7 @@ class Loaded:
     Attributes:
         run: the record of the training run it comes from, if it comes from one.
         untrained: recurrence was added on loading: its state means nothing.
+        stored: the precision of the weights in its file, where that is known.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Loaded:
     tokenizer: Any
     run: dict[str, Any] | None = None
     untrained: bool = False
+    stored: torch.dtype | None = None
 
     @property
     def recurrent(self) -> bool:
@@ -60,15 +62,16 @@ def load_bundled() -> tuple[PreTrainedModel, Any]:
 
 def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """Load a causal language model, plain or recurrent, and its tokenizer."""
-    config, run = describe_causal(name)
+    is_gguf = Path(name).suffix == ".gguf"  # whose config takes seconds to read; none is an encoder's, or recurrent
+    config, run = (None, _run_of(name)) if is_gguf else describe_causal(name)
     model = load_model(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
-    if Path(name).suffix == ".gguf":
+    if is_gguf:
         _make_plain(model)
     if getattr(model, "generation_config", None) is not None:
         savable(model.generation_config)
     if isinstance(model, RecurrentPreTrainedModel) and not isinstance(config, RecurrentModelConfig):
         model = model.base
-    return Loaded(name, model, load_tokenizer(name), run)
+    return Loaded(name, model, load_tokenizer(name), run, stored=getattr(config, "dtype", None))
 
 
 def describe_causal(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:

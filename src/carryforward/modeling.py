@@ -22,7 +22,7 @@ from . import bptt, checkpoints, checks, doors, insertion
 from .configuration import RecurrentModelConfig
 from .memory import Allowance
 from .program import Emit, Program
-from .reading import IGNORE, Reading
+from .reading import Reading
 from .recording import Result, Work
 from .recurrence import Recurrence
 from .replay import FastPath, Replays
@@ -158,12 +158,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
                 "carryforward.measure_places(model, documents)."
             )
         checks.tokens(input_ids, attention_mask, state, final)
-        frame = recurrence.prefix, recurrence.suffix
-        if all(frame) and prefixes is None and not any(state.read) and checks.framed(input_ids, attention_mask, *frame):
-            logger.warning_once(
-                "The documents begin and end with special tokens, which every window is given anyway. Tokenise with "
-                "add_special_tokens=False."
-            )
         checks.labels(labels, input_ids)
         # without a state, windows whose activations may be in memory together are also run together
         keep = recurrence.keep_windows
@@ -174,10 +168,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             bptt_windows=recurrence.bptt_windows, prefixes=prefixes,
         )  # fmt: skip
         checks.vocabulary(input_ids, attention_mask, self._vocabulary)
-        scored = labels  # what stands at padding is not
-        if labels is not None and attention_mask is not None:
-            scored = labels.masked_fill(~attention_mask.bool().to(labels.device), IGNORE)
-        checks.classes(scored, self._num_classes)
+        frame = recurrence.prefix, recurrence.suffix
+        if all(frame) and prefixes is None and not any(state.read) and checks.framed(input_ids, attention_mask, *frame):
+            logger.warning_once(
+                "The documents begin and end with special tokens, which every window is given anyway. Tokenise with "
+                "add_special_tokens=False."
+            )
+        checks.classes(labels, attention_mask, self._num_classes)
         return reading
 
     def _inputs(self, work: Work) -> tuple[insertion.Carry, dict]:

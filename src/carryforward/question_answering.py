@@ -110,7 +110,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         prefixes = self.prefixes(question_ids, question_mask)
         tokens = torch.tensor([token for prefix in prefixes for token in prefix])
         checks.vocabulary(tokens, None, self.config.base_config.vocab_size, "question_ids")
-        checks.classes(answer_kinds, len(KINDS), "answer_kinds")
+        checks.classes(answer_kinds, None, len(KINDS), "answer_kinds")
         reading = self._plan(
             input_ids, attention_mask, None, None, overlap=overlap, use_state=use_state, outputs=True, final=True,
             prefixes=prefixes,

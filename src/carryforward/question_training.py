@@ -16,7 +16,7 @@ from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.encoding import tokens_of
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
-from .finishing import check_same, finish, train_to_the_end
+from .finishing import finish, take_over, train_to_the_end
 from .insertion import architecture_of
 from .loading import load_config, load_finder, load_model, load_tokenizer
 from .places import measure_places, needs_places
@@ -88,7 +88,7 @@ def _model(settings: QuestionSettings, tokenizer: Any) -> RecurrentForQuestionAn
     config, fields = load_config(settings.model), settings.recurrence_fields()
     if isinstance(config, RecurrentModelConfig):
         loaded: Any = load_finder(settings.model, device="cpu").model
-        check_same(loaded.config, settings)
+        take_over(loaded.config, settings)
         loaded.config.use_state = settings.recurrence
         return loaded
     has_head = any("ForQuestionAnswering" in one for one in config.architectures or [])

@@ -19,27 +19,24 @@ the same way, table and figure show the newest; the CSV file has all.
 """
 
 import csv as _csv
-import hashlib
 import io
 import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .figure import Line, Point, draw
+from .figure import Line, Point, draw, left_out
 from .figure import save as save_figure
-from .files import write_whole
+from .files import name_of, write_whole
 from .table import markdown_table
 
 logger = logging.getLogger(__name__)
 
 Result = dict[str, Any]
 Row = dict[str, Any]
-_LONGEST = 100  # characters of a file's name
 # A model's rows by overlap: (with its state, without); either may be missing.
 Series = dict[int, tuple[Row | None, Row | None]]
 
@@ -150,10 +147,7 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for result in results:
         parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
-        overlaps = [row["overlap"] for row in result["rows"]]
-        how = (result["model"]["name"], result["data"], _variant(result), overlaps)  # another: another file
-        digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=3).hexdigest()
-        name = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.")[-_LONGEST:] + f"-{digest}"
+        name = name_of(parts, (result["data"], _variant(result), [row["overlap"] for row in result["rows"]]))
         write_whole(target / f"{name}.json", json.dumps(result, indent=2) + "\n")
     write(load(target), target)
 
@@ -172,10 +166,8 @@ def write(results: list[Result], folder: str | os.PathLike) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_whole(target / name, text)
-    try:
+    with left_out(target / "figure.png"):
         figure(results, target / "figure.png")
-    except ImportError as error:
-        logger.warning("%s is left out: %s", target / "figure.png", error)
 
 
 def figure(results: list[Result], path: str | os.PathLike) -> Any:

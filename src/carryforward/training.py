@@ -20,7 +20,7 @@ from .callbacks import StopGently, show
 from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.corpora import ALL, available_splits, has_own_splits, open_corpus
 from .data.documents import Documents, tokenise
-from .finishing import check_same, finish, free, train_to_the_end
+from .finishing import check_same, finish, free, take_over, train_to_the_end
 from .heads import RecurrentForCausalLM
 from .loading import Loaded, load_causal, load_config, load_tokenizer
 from .places import measure_places, needs_places
@@ -91,8 +91,7 @@ def _documents(settings: TrainSettings, tokenizer: Any) -> tuple[Documents, Docu
         return documents, None
     source = settings.validation_data or settings.data
     split = "validation" if settings.validation_data is None or has_own_splits(source) else ALL
-    splits = available_splits(source)
-    if split not in (*splits, ALL):
+    if split != ALL and split not in (splits := available_splits(source)):
         raise ValueError(
             f"{source} has no validation split (it has: {', '.join(splits)}). Give --validation-data, or "
             "--no-validation to train without."
@@ -124,7 +123,7 @@ def _describe(what: str, documents: Documents) -> str:
 
 def _recurrent(loaded: Loaded, settings: TrainSettings) -> RecurrentForCausalLM:
     if isinstance(loaded.model, RecurrentForCausalLM):
-        check_same(loaded.model.config, settings)
+        take_over(loaded.model.config, settings)
         return loaded.model
     model = add_recurrence(loaded.model, _recurrence(settings))
     assert isinstance(model, RecurrentForCausalLM)

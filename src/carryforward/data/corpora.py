@@ -160,8 +160,7 @@ def _split_folders(folder: Path) -> Splits:
 def _split_files(folder: Path) -> Splits:
     """Files that are called as splits are, where there are no others."""
     present = texts.text_files(folder)
-    files = {split: _one_of(present, [f"{name}.txt" for name in _names(split)]) for split in SPLITS}
-    found = {split: file for split, file in files.items() if file}
+    found = _by_split(present, ".txt")
     if len(found) < 2 or len(found) < len(present):
         return {}
     return {split: partial(_files, _short(folder), split, folder, [file]) for split, file in found.items()}
@@ -184,8 +183,7 @@ def _jsonl_folder(folder: Path, field: str) -> Splits:
         )
 
     present = {path.name for path in folder.glob("*.jsonl")}
-    files = {split: _one_of(present, [f"{name}.jsonl" for name in _names(split)]) for split in SPLITS}
-    return {split: partial(corpus, split, file) for split, file in files.items() if file}
+    return {split: partial(corpus, split, file) for split, file in _by_split(present, ".jsonl").items()}
 
 
 def _jsonl_file(path: Path, field: str) -> Splits:
@@ -218,6 +216,12 @@ def _cut(names: Iterable[str], count: int, ids: Sequence[int] | None = None) -> 
         "test": test.__contains__,
         ALL: lambda i: True,
     }
+
+
+def _by_split(present: Container[str], ending: str) -> dict[str, str]:
+    """The files of each split, by their names."""
+    files = {split: _one_of(present, [f"{name}{ending}" for name in _names(split)]) for split in SPLITS}
+    return {split: file for split, file in files.items() if file}
 
 
 def _names(split: str) -> tuple[str, ...]:
