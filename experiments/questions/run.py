@@ -84,11 +84,16 @@ def prepare(squad: Path, hotpot: Path) -> dict[str, Path]:
 
 
 def run(cell: str, seed: int, encoder: Path, files: dict[str, Path]) -> None:
+    lacking = {text: files[text] for text in TEXTS if not (RESULTS / f"{cell}-seed{seed}" / f"{text}.json").exists()}
+    if not lacking:
+        return
     shared = yaml.safe_load((HERE / "settings" / "minilm.yaml").read_text())
     settings = QuestionSettings(**shared, **(CELLS | TRIED)[cell], model=str(encoder), data=str(files["train"]),
                                 validation_data=str(files["validation"]), seed=seed)  # fmt: skip
     first, second = WORK / f"{cell}-seed{seed}", WORK / f"{cell}-seed{seed}-hotpotqa"
-    score(first, settings, seed, cell, {name: files[name] for name in ("squadshifts", "covid-qa")})
+    score(first, settings, seed, cell, {text: path for text, path in lacking.items() if text != "hotpotqa"})
+    if "hotpotqa" not in lacking:
+        return
     plain = QuestionSettings(model=str(first), data=str(files["hotpotqa-train"]))
     kept = ("learning_rate", "recurrence_learning_rate", "epochs", "batch_size", "bf16", "seed", "recurrence")
     later = replace(plain, **{name: getattr(settings, name) for name in kept})
@@ -96,16 +101,13 @@ def run(cell: str, seed: int, encoder: Path, files: dict[str, Path]) -> None:
 
 
 def score(model: Path, settings: QuestionSettings, seed: int, cell: str, texts: dict[str, Path]) -> None:
-    """Train, unless it is done, and answer what is not answered yet."""
+    """Train, unless that is done, and answer questions about these texts."""
     folder = RESULTS / f"{cell}-seed{seed}"
-    lacking = {name: path for name, path in texts.items() if not (folder / f"{name}.json").exists()}
-    if not lacking:
-        return
     record = train_answers(settings, model)
     record = {name: record[name] for name in ("settings", "steps", "questions", "best_f1", "seconds", "history")}
     for place in ("model", "data", "validation_data"):  # where things lie on this machine
         record["settings"][place] = record["settings"][place] and Path(record["settings"][place]).name
-    for name, path in lacking.items():
+    for name, path in texts.items():
         (found,) = evaluate_answers(
             [str(model)], path, batch_size=64, bf16=settings.bf16, max_answer_tokens=LONGEST.get(name, MAX_TOKENS)
         )
