@@ -18,7 +18,7 @@ import torch
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from carryforward import checkpoints
+from carryforward import callbacks, checkpoints, console
 from carryforward.data.documents import Documents
 from carryforward.data.samples import Lanes, Samples
 from carryforward.evaluation import perplexity
@@ -130,6 +130,36 @@ def test_validation_is_the_perplexity_of_whole_documents(tmp_path):
     assert metrics["eval_word_perplexity"] == pytest.approx(math.exp(score.nats / 51))
     assert metrics["eval_bits_per_byte"] == pytest.approx(score.nats / math.log(2) / 242)
     assert metrics["eval_loss"] == pytest.approx(score.nats / 78)
+
+
+def test_validation_shows_how_far_it_is(tmp_path, monkeypatch):
+    shown, show = [], console.Bar.set
+
+    def watched(bar, done, remark=None):
+        shown.append(remark)
+        show(bar, done, remark)
+
+    monkeypatch.setattr(console.Bar, "set", watched)
+    run = trainer(tmp_path, num_train_epochs=1, eval_tokens=10**6, per_device_eval_batch_size=1)
+    callbacks.show(run)
+    run.train()
+    parts = [int(remark[12:-1]) for remark in shown if remark and remark.startswith("validating")]
+    assert parts == sorted(parts)
+    assert 0 < parts[0] < 100
+    assert parts[-1] == 100
+    assert "perplexity" in shown[-1]
+
+
+def test_what_a_bar_does_beside_its_work_is_not_in_its_rate(monkeypatch):
+    now = iter([0.0, 0.0, *range(10, 1000, 10)])  # ten seconds from each look at the clock to the next
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(now)))
+    bar = console.Bar("training", 100, "tokens")
+    monkeypatch.setattr(console.Bar, "set", lambda bar, done, remark=None: setattr(bar, "done", done))
+    bar.set(50)
+    with bar.aside("validating", 10) as progress:  # looks at 10
+        progress(5)  # 20
+    assert (bar.begun, bar.done) == (20.0, 50)  # 30: twenty seconds later than it was
+    assert bar.rate == pytest.approx(50 / 20)  # 40
 
 
 def test_the_best_is_kept(tmp_path):

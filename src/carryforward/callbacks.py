@@ -2,6 +2,7 @@
 """What a training run in a terminal needs: a progress bar, and an end on request that loses nothing."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class Show(TrainerCallback):
             total, done = (self.trainer.done_after(step) for step in (state.max_steps, state.global_step))
             self.bar = console.Bar("training", total, self.trainer.unit, done=done)
             self.bar.__enter__()
+            self.trainer.validating = partial(self.bar.aside, "validating")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:

@@ -3,7 +3,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,20 @@ class Bar:
             note(
                 f"{self.description}: {done:,} of {self.total:,} {self.unit}, {rate}, {left:,.0f} s left {self.remark}"
             )
+
+    @contextmanager
+    def aside(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Other work in between, whose progress is the remark and whose time is not in the rate."""
+        done, last = 0, time.monotonic()
+
+        def progress(count: int) -> None:
+            nonlocal done, last
+            done, now = done + count, time.monotonic()
+            self.begun, last = self.begun + now - last, now
+            self.set(self.done, f"{what}: {done / max(total, 1):.0%}")
+
+        yield progress
+        progress(0)
 
     def __enter__(self) -> "Bar":
         if self._progress is not None:

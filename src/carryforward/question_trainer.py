@@ -86,10 +86,10 @@ class QuestionTrainer(WholeTrainer):
         if asked is None:
             raise ValueError("evaluate needs questions: give eval_dataset, here or to QuestionTrainer.")
         questions = [one.question for one in asked]
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), self.validating(sum(len(one.ids) for one in asked)) as progress:
             found = answer_all(
                 model, asked, use_state=self.args.use_state, batch_size=self.args.per_device_eval_batch_size,
-                allow_none=any(question.kind == "none" for question in questions),
+                allow_none=any(question.kind == "none" for question in questions), progress=progress,
             )  # fmt: skip
         exact, f1 = percent(score_all(questions, [answers[0].text for answers in found]))
         metrics = {f"{metric_key_prefix}_exact": exact, f"{metric_key_prefix}_f1": f1}

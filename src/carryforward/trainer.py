@@ -198,12 +198,14 @@ class RecurrentTrainer(WholeTrainer):
         world, rank = self.args.world_size, self.args.process_index
         shared = world > 1 and not self.is_fsdp_enabled  # sharded weights need every process in every call
         mine = documents[rank::world] if shared else documents
-        with self.accelerator.autocast():
+        targets = sum(max(len(ids) - 1, 0) for ids in mine)
+        with self.accelerator.autocast(), self.validating(targets) as progress:
             score = perplexity(
                 self.accelerator.unwrap_model(self.model),
                 mine,
                 use_state=self.args.use_state,
                 batch_size=self.args.per_device_eval_batch_size,
+                progress=progress,
             )
         if not shared:
             return score

@@ -5,7 +5,7 @@ stops before a loss that is not a number spoils the weights, and which has a lea
 import contextlib
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,16 @@ class WholeTrainer(Trainer):
 
     Attributes:
         unit: what it counts: tokens, questions.
+        validating: shows how far validation is: from all that is to be read to what is told of every part.
     """
 
     args: Any  # WholeTrainingArguments, which `Trainer` does not know
     unit: str
+    validating: Callable[[int], contextlib.AbstractContextManager[Callable[[int], object]]]
 
     def __init__(self, model: Any, args: WholeTrainingArguments, *, eval_dataset: Any = None, **kwargs: Any):
         self._staging: Path | None = None
+        self.validating = lambda total: contextlib.nullcontext(lambda count: None)
         if eval_dataset is None:
             args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
         if kwargs.get("compute_loss_func") is not None:
