@@ -119,7 +119,7 @@ def test_a_preset(home, tmp_path):
     recurrence = model.config.recurrence
     assert (recurrence.slots, recurrence.kept, recurrence.sinks) == (0, 3, 3)
     assert model.recurrence.keeping.places.abs().mean() > 1e-3, "measured before training"
-    assert "no preset 'other'. There are: 'paper', 'kept'" in fail(*base, "other", "--out", tmp_path / "own", code=2)
+    assert "--preset other: it is one of paper, kept" in fail(*base, "other", "--out", tmp_path / "own", code=2)
     refused = fail(*base, "kept", "--model", tmp_path / "run", "--out", tmp_path / "own", code=2)
     assert "is recurrent already. Leave --preset out" in refused
 
@@ -293,7 +293,7 @@ def test_validation_data_without_splits_is_read_whole(train, home, tmp_path):
     assert "validation: held, 30 documents" in told.err
     (tmp_path / "one.txt").write_bytes(text)
     again = [*train[:-1], f"{train[-1]}-2"]
-    assert "validation: one, 1 documents" in succeed(*again, "--validation-data", tmp_path / "one.txt").err
+    assert "validation: one, 1 document," in succeed(*again, "--validation-data", tmp_path / "one.txt").err
 
 
 def test_what_is_of_training_may_change(trained, train):

@@ -302,7 +302,7 @@ def test_commands_that_make_no_sense(recurrent, arguments, message):
 
 def test_files_that_cannot_be_used(recurrent, models, tmp_path):
     assert "No such file" in fail(*recurrent, "--prompt-file", tmp_path / "none", code=2)
-    assert "No such file" in fail(*recurrent, "--prompt", "a", "--state-in", tmp_path / "none", code=1)
+    assert "there is no such file" in fail(*recurrent, "--prompt", "a", "--state-in", tmp_path / "none", code=2)
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     assert "latin is not UTF-8 (byte 0xe9 at offset 3)" in fail(*recurrent, "--prompt-file", tmp_path / "latin", code=2)
     assert "not a state written by State.save" in fail(*recurrent, "--state-in", tmp_path / "latin", code=2)

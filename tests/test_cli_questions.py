@@ -16,12 +16,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, set_seed
 
 import carryforward as cf
-from carryforward import question_training
+from carryforward import configuration, question_training
 from carryforward.callbacks import Show
 from carryforward.data.questions import Answer, Question, read_questions
 from carryforward.loading import load_finder
 from carryforward.question_trainer import QuestionTrainer, QuestionTrainingArguments
-from carryforward.settings import QuestionSettings
+from carryforward.settings import PRESETS, QuestionSettings
 
 SHIPPED = sorted((Path(__file__).parents[1] / "experiments" / "questions" / "settings").glob("*.yaml"))
 TRAIN = ["--window", 40, "--epochs", 2, "--batch-size", 4, "--learning-rate", 1e-3]
@@ -239,7 +239,7 @@ def test_what_goes_wrong_is_said(home, trained, tmp_path):
     assert "finds no answers" in fail("qa", "answer", prose_model(tmp_path), *ask[3:], "?", code=2)
     assert "has no question-answering head" in fail("qa", "answer", home / "masked", *ask[3:], "?", code=2)
     (tmp_path / "empty.txt").write_text(" \n")
-    assert "document is empty" in fail(*ask[:3], "--document", tmp_path / "empty.txt", "--question", "?", code=2)
+    assert "empty.txt is empty" in fail(*ask[:3], "--document", tmp_path / "empty.txt", "--question", "?", code=2)
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     latin = fail(*ask[:3], "--document", tmp_path / "latin.txt", "--question", "?", code=2)
     assert "latin.txt is not UTF-8" in latin
@@ -296,9 +296,14 @@ def test_kept_keys_are_measured_before_they_are_trained(home, tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"epochs": 0}, "--epochs 0: it must be above 0"), ({"patience": 0}, "--patience 0: it must be at least 1")],
+    [
+        ({"epochs": 0}, "--epochs 0: it must be above 0"),
+        ({"patience": 0}, "--patience 0: it must be at least 1"),
+        ({"preset": "ketp"}, "--preset ketp: it is one of paper, kept"),
+    ],
 )
 def test_settings_that_make_no_sense(settings, message):
+    assert PRESETS == configuration.PRESETS
     with pytest.raises(ValueError, match=message):
         QuestionSettings("model", "data", **settings)
 

@@ -77,6 +77,11 @@ def test_a_plain_model_has_so_many_positions():
         continue_greedily(tiny.base("gpt2"), CONTEXTS[:, -1:], 40)
 
 
+def test_a_context_ends_where_a_window_does():
+    with pytest.raises(ValueError, match="context_tokens=7: a context must end where a window does: 8, 14, 20"):
+        continue_greedily(tiny.recurrent("gpt2"), CONTEXTS[:, :7], 4)
+
+
 def test_all_places_are_drawn_if_all_are_asked_for():
     everywhere = {(0, start) for start in range(6)} | {(2, 0)} | {(4, start) for start in range(9)}
     places = draw(DOCUMENTS, 4, 16)

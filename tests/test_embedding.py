@@ -609,6 +609,10 @@ def test_sentence_transformers_reads_whole_documents(saved, tmp_path, pipeline_o
     pipeline.save(str(tmp_path / "pipeline"))
     again = SentenceTransformer(str(tmp_path / "pipeline"), device="cpu", trust_remote_code=True)
     np.testing.assert_allclose(again.encode(texts), expected, rtol=1e-4, atol=1e-5)
+    settings = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
+    other = SentenceTransformer(str(tmp_path / "pipeline"), device="cpu", trust_remote_code=True, model_kwargs=settings)
+    assert other[0].auto_model.dtype == torch.bfloat16
+    assert other[0].auto_model.base.config._attn_implementation != again[0].auto_model.base.config._attn_implementation
 
 
 def test_a_pipeline_can_be_had_from_the_hub(saved, monkeypatch, pipeline_of):

@@ -130,12 +130,22 @@ def test_streamed_encoders_give_every_vector_once(name, overlap):
     for begin, end in ((0, 5), (5, 8), (8, 16), (16, 31), (31, 34)):
         out = model(ids[:, begin:end], state=state, final=False)
         state = out.state
-        assert out.emitted[0].tolist()[0] == reached
-        if out.last_hidden_state is not None:
-            pieces.append(out.last_hidden_state)
-            reached = out.emitted[0].tolist()[1]
+        first, last = out.emitted[0].tolist()
+        assert first == reached
+        pieces.append(out.last_hidden_state)
+        assert pieces[-1].shape == (2, last - first, tiny.WIDTH)
+        reached = last
+    assert not pieces[0].numel()
     pieces.append(model(state=state, final=True).last_hidden_state)
     assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_piece_without_a_window_gives_no_logits_yet():
+    ids = tiny.documents(2, 4)
+    for head, classes in (("masked", tiny.VOCABULARY), ("token", 3)):
+        out = tiny.recurrent("bert", head)(ids, labels=ids % 3, final=False, return_logits=True)
+        assert out.logits.shape == (2, 0, classes)
+        assert out.n_scored == 0
 
 
 @pytest.mark.parametrize("name", tiny.ENCODERS)

@@ -211,7 +211,6 @@ def test_options_order_and_standard_input(models, tmp_path, capsys, monkeypatch)
         ("model --text latin.txt --out out.html", "is not UTF-8"),
         ("model --text missing.txt --out out.html", "missing.txt cannot be read"),
         ("model --text plain --out out.html", "cannot be read"),
-        ("model --text text.txt --out nowhere/out.html", "there is no folder nowhere"),
         ("model --text text.txt --out plain", "--out plain is a folder"),
         ("model --text text.txt --out out.html --top 0", "top=0: it must be from 1"),
         ("model --text text.txt --out out.html --max-tokens 0", "--max-tokens 0: it must be at least 1"),
@@ -225,3 +224,9 @@ def test_what_goes_wrong_is_said_in_a_sentence(models, monkeypatch, capsys, argu
     assert message in told
     assert "Traceback" not in told
     assert not (models / "out.html").exists()
+
+
+def test_the_pages_folder_is_made(models, monkeypatch):
+    monkeypatch.chdir(models)
+    assert run("model", "--text", "text.txt", "--out", "new/folder/out.html") == 0
+    assert (models / "new" / "folder" / "out.html").exists()

@@ -173,7 +173,7 @@ def test_interrupted_and_gone_on_with(home, measured, tmp_path, monkeypatch):
     succeed(*arguments)
     assert len(calls) == 10
     message = fail(*arguments, "--seed", 1, code=2)
-    assert "holds continuations of other settings, data or weights (seed). Use another --out" in message
+    assert "holds continuations of other settings, data or weights (seed: 0 there, 1 here). Give the same" in message
     (tmp_path / "continuations.npz").write_bytes(b"cut short")
     assert "continuations.npz is damaged" in fail(*arguments, code=2)
 

@@ -276,6 +276,8 @@ def test_what_cannot_be_validated_on_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             trainer(tmp_path, held_out=held_out)
+    with pytest.raises(ValueError, match=r'dataset\["input_ids"\]'):
+        Samples([{"input_ids": [5, 6, 7]}], 8, 0, 2)
     with pytest.raises(ValueError, match="label_smoothing_factor is not for recurrent models"):
         RecurrentTrainingArguments(str(tmp_path), label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="compute_loss_func"):

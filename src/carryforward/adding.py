@@ -10,6 +10,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
+from .adapters import refuse_adapters
 from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .doors import plain_name
 from .heads import (
@@ -69,6 +70,7 @@ def add_recurrence(
     """
     if isinstance(model, RecurrentPreTrainedModel):
         raise ValueError("model is recurrent already; its base model is model.base.")
+    refuse_adapters(model)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
     if isinstance(config, dict):

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from . import checks
+from .adapters import unwrapped
 from .data.encoding import check_text, tokens_of
 from .data.progress import bar
 from .data.questions import Question
@@ -81,6 +82,7 @@ def answer(
         overlap: read at another overlap than the model was made for.
         use_state: False removes the state; by default as the model was trained.
     """
+    model = unwrapped(model)
     if not isinstance(model, RecurrentForQuestionAnswering):
         raise ValueError(
             f"model is a {type(model).__name__}, which finds no answers: make one with add_recurrence(encoder, "

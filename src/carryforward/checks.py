@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call may be given: each refusal names the argument, the value it got and what to do."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,9 @@ from . import windows
 from .configuration import RecurrentModelConfig
 from .reading import IGNORE
 from .state import State
+
+NEUTRAL = ("inputs_embeds", "position_ids", "token_type_ids", "head_mask", "past_key_values", "cache_position",
+           "use_cache", "output_attentions", "output_hidden_states")  # fmt: skip
 
 
 def overlap(config: RecurrentModelConfig, value: int | None, prefix: int | None = None) -> int:
@@ -123,6 +128,17 @@ def classes(labels: Tensor | None, attention_mask: Tensor | None, number: int, n
 def _within(x: Tensor, size: int) -> bool:
     lowest, highest = torch.stack(x.aminmax()).tolist()
     return lowest >= 0 and highest < size
+
+
+def neutral(given: dict[str, Any]) -> None:
+    """Keywords that peft and others pass to every model, with values that ask for nothing."""
+    for name, value in given.items():
+        if name not in NEUTRAL:
+            raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
+        if name == "token_type_ids":
+            token_types(value)
+        elif value is not None and value is not False:
+            raise ValueError(f"{name} is for a single window, and a document has many of them. Leave it out.")
 
 
 def token_types(given: Tensor | None) -> None:

@@ -68,7 +68,9 @@ TextField = Annotated[str, typer.Option(help="The field that holds the text, in 
 
 @app.command()
 def demo(
-    text: Annotated[list[Path] | None, typer.Option(help="One's own text files; several after one --text.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="One's own text files, several after one --text: 30,000 words or more.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="A folder for models and results.")] = Path("carryforward-demo"),
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     short: Annotated[bool, typer.Option("--short", help="A few steps only, to see that everything runs.")] = False,

@@ -65,7 +65,9 @@ def answer(
         from .data.texts import read_source
         from .loading import load_finder
 
-        _, text = read_source(document)
+        name, text = read_source(document)
+        if not text.strip():
+            raise ValueError(f"{name} is empty: there is nothing to look for an answer in.")
         loaded = load_finder(model, window=window, device=device)
         finder: Any = loaded.model
         found = find(
@@ -78,7 +80,8 @@ def answer(
         for one in found:
             told = " ".join(one.text.split()) if one.kind != "none" else "(no answer)"
             place = "" if one.start is None else f", characters {one.start:,} to {one.end:,}"
-            typer.echo(f"{told}  ({one.probability:.1%}{place})")
+            sure = f"{one.probability:.1%}" if one.probability >= 0.001 else "less than 0.1%"
+            typer.echo(f"{told}  ({sure}{place})")
             if one.start is not None and one.end is not None:
                 around = text[max(one.start - _AROUND, 0) : one.end + _AROUND]
                 typer.echo(f"    … {' '.join(around.split())} …")

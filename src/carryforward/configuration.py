@@ -261,6 +261,14 @@ class RecurrentModelConfig(PreTrainedConfig):
         return output
 
 
+def _of_base(name: str) -> property:
+    return property(lambda config: getattr(config.base_config, name))
+
+
+for _name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):  # where other libraries look
+    setattr(RecurrentModelConfig, _name, _of_base(_name))
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -48,6 +48,7 @@ class Continuations:
 def continued(name: str, settings: ContinuationSettings, out: Path, *, device: str | None = None) -> Continuations:
     """Draw contexts and let a recurrent model, the same without its state and perhaps a plain one go on from them."""
     device = usable_device(device)
+    out.mkdir(parents=True, exist_ok=True)  # or what is written would have nowhere to go
     loaded, plain = _load(name, settings)
     model: Any = loaded.model
     recurrence = model.config.recurrence
@@ -128,11 +129,12 @@ class _Store:
                 self.written = {name: arrays[name] for name in arrays.files if name != "identity"}
         except (ValueError, KeyError, EOFError, BadZipFile) as error:
             raise ValueError(f"{self.path} is damaged ({error}). Take it away, or use another --out.") from error
-        differing = [name.replace("_", " ") for name in self.identity if before.get(name) != self.identity[name]]
+        differing = [_differing(name, before.get(name), value) for name, value in self.identity.items()
+                     if before.get(name) != value]  # fmt: skip
         if differing:
             raise ValueError(
-                f"{self.path.parent} holds continuations of other settings, data or weights ({', '.join(differing)}). "
-                "Use another --out."
+                f"{self.path.parent} holds continuations of other settings, data or weights ({'; '.join(differing)}). "
+                "Give the same, or use another --out."
             )
 
     def fill(
@@ -162,6 +164,13 @@ class _Store:
             return
         with written_whole(self.path) as beside:
             np.savez(beside, identity=np.array(json.dumps(self.identity)), **self.written)  # type: ignore[arg-type]
+
+
+def _differing(setting: str, before: Any, now: Any) -> str:
+    """What of a setting is other than it was; models and data are a name and what tells them from others of it."""
+    there, here = (" ".join(one[:-1]) if isinstance(one, list) else str(one) for one in (before, now))
+    told = f"{there} there, {here} here" if there != here else f"{here}, which is not what it was"
+    return f"{setting.replace('_', ' ')}: {told}"
 
 
 def _text(tokenizer: Any, ids: np.ndarray) -> str:

@@ -69,11 +69,13 @@ def continue_greedily(
 
     Args:
         model: a recurrent causal model, or any of Hugging Face's.
-        contexts: token ids, [count, tokens].
+        contexts: token ids, [count, tokens]; a recurrent model's must end where a window does.
         use_state: False removes a recurrent model's state.
     """
     recurrent = isinstance(model, RecurrentForCausalLM)
-    if not recurrent:
+    if recurrent:
+        check_context(model, contexts.shape[1])  # type: ignore[arg-type]
+    else:
         check_room(model, contexts.shape[1], new_tokens)
     ids = torch.from_numpy(contexts).to(model.device)
     writing: Any = model

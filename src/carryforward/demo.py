@@ -20,7 +20,7 @@ from .settings import BUNDLED, TrainSettings
 from .training import train
 
 OVERLAPS = (0, 5, 10, 30, 50)
-_LEAST_WORDS = 2_000  # of one's own text
+_LEAST_WORDS, _FEW_WORDS = 2_000, 30_000  # of one's own text
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,18 @@ def demo(
     _clear(out)
     effort = SHORT if short else FULL
     data = _own_text(contents, out / "text") if files else PYTHON_DOCS
+    held_out = "the last fifth, which" if 0 < len(files) < 5 else "documents that"
     note(
         f"A small language model that has read 1250 old books learns {_named(files)}, twice on the same words:\n"
         "plain, window by window of 64 tokens, and with a state carried from each window to the next.\n"
-        "Then both are scored on documents they have not seen, and the second one writes."
+        f"Then both are scored on {held_out} they have not seen, and the second one writes."
     )
     plain, recurrent = str(out / "plain"), str(out / "recurrent")
     note("\n1. The plain model.")
     train(_settings(data, effort, seed, recurrence=False), Path(plain))
     note("\n2. The recurrent one.")
     train(_settings(data, effort, seed, recurrence=True), Path(recurrent))
-    note("\n3. Both on documents they have not seen, windows overlapping more and more.")
+    note(f"\n3. Both on {held_out} they have not seen, windows overlapping more and more.")
     results = [
         evaluate(name, data, split="test", overlaps=OVERLAPS, max_document_tokens=effort.read, batch_size=32, seed=seed)
         for name in (plain, recurrent)
@@ -147,6 +148,11 @@ def _read(files: Sequence[Path]) -> dict[Path, str]:
     words = sum(len(text.split()) for text in contents.values())
     if files and words < _LEAST_WORDS:
         raise ValueError(f"--text has {words:,} words: give at least {_LEAST_WORDS:,}, or there is little to learn.")
+    if files and words < _FEW_WORDS:
+        note(
+            f"--text has {words:,} words, which are read over and over and learned by heart: what is compared says "
+            f"little. Give {_FEW_WORDS:,} or more."
+        )
     return contents
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import checks
+from .adapters import unwrapped
 from .data.encoding import check_text, tokens_of
 from .data.progress import Progress, bar
 from .data.samples import by_length, pad
@@ -83,7 +84,10 @@ def encode(
         raise ValueError("texts is one string: give a list of documents.")
     reader = headless(model)
     if needs_state(output, pooling) and not reader.config.recurrence.slots:
-        raise ValueError("the model pools nothing (slots=0): there is no state to give out as a vector.")
+        raise ValueError(
+            "the model pools nothing (slots=0): there is no state to give out as a vector. Use the mean of its tokens, "
+            "or train one that has a slot (--preset kept --slots 1)."
+        )
     overlap = checks.overlap(reader.config, overlap)
     texts = list(texts)
     for i, text in enumerate(texts):
@@ -125,6 +129,7 @@ def needs_state(output: str, pooling: str) -> bool:
 
 def headless(model: PreTrainedModel) -> RecurrentModel:
     """The same model without its head; weights are shared."""
+    model = unwrapped(model)
     if isinstance(model, RecurrentModel):
         return model
     if not isinstance(model, RecurrentPreTrainedModel):

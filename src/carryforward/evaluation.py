@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import checks, windows
+from .adapters import unwrapped
 from .data.samples import by_length, collate, cut, sample
 from .heads import RecurrentForCausalLM
 from .insertion import positions_of
@@ -85,6 +86,7 @@ def perplexity(
         batch_size: documents (for a plain model, windows) read side by side.
         progress: called with the number of tokens just scored.
     """
+    model = unwrapped(model)
     recurrence = model.config.recurrence if isinstance(model, RecurrentPreTrainedModel) else None
     if recurrence is not None and not isinstance(model, RecurrentForCausalLM):
         raise ValueError(f"perplexity needs a causal language model, not {type(model).__name__}.")

@@ -36,6 +36,7 @@ def extend(
     """
     if out.exists():
         raise ValueError(f"--out {out} exists already. Give another folder.")
+    console.note(f"loading {name}")
     loaded = load_causal(name)
     if loaded.recurrent:
         raise ValueError(f"{name} is recurrent already.")

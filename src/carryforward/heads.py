@@ -29,6 +29,11 @@ class _TokenModel(RecurrentPreTrainedModel):
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         raise NotImplementedError
 
+    @property
+    def _num_outputs(self) -> int:
+        """How many numbers that is for each."""
+        return self._num_classes
+
     def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         return (self._outputs(inputs, start, inputs["input_ids"].shape[1]),)
 
@@ -72,8 +77,10 @@ class _TokenModel(RecurrentPreTrainedModel):
             nll_sum = sum((emitted[0] for emitted in emissions), torch.zeros((), device=carried.device))
             items = n_scored.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             fields |= {"loss": nll_sum / items, "nll_sum": nll_sum, "n_scored": n_scored}
-        if not reading.outputs or not emissions:
+        if not reading.outputs:
             return None, fields
+        if not emissions:  # an encoder's piece that completes no window
+            return carried.new_zeros(len(reading.read), width, self._num_outputs), fields
         values = torch.cat([emitted[-1] for emitted in emissions])
         return spread(values, reading.index(given.where), len(reading.read), width), fields
 
@@ -108,6 +115,7 @@ class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transfo
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         past_key_values: WindowCache | None = None,
+        **others: Any,
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them.
 
@@ -124,7 +132,9 @@ class RecurrentForCausalLM(_TokenModel, Generation, GenerationMixin):  # transfo
             return_logits: give logits beside the loss; without labels they are always given.
             num_items_in_batch: divide the loss by this instead of the number of scored targets.
             past_key_values: `generate`'s: read the next tokens, and give the logits of the last one only.
+            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
         """
+        checks.neutral(others)
         if past_key_values is not None:
             check_cache(
                 past_key_values, labels=labels, state=state, overlap=overlap, use_state=use_state,
@@ -154,6 +164,10 @@ class RecurrentModel(_TokenModel):
     def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs).last_hidden_state[:, start:]
 
+    @property
+    def _num_outputs(self) -> int:
+        return self.config.base_config.hidden_size
+
     @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
     def forward(
@@ -162,10 +176,10 @@ class RecurrentModel(_TokenModel):
         attention_mask: Tensor | None = None,
         state: State | None = None,
         *,
-        token_type_ids: Tensor | None = None,
         overlap: int | None = None,
         use_state: bool = True,
         final: bool = True,
+        **others: Any,
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them.
 
@@ -173,13 +187,13 @@ class RecurrentModel(_TokenModel):
             input_ids: the documents' own tokens, [B, N]; an encoder's special tokens are added to every window.
             attention_mask: 0 where a row is padded, left or right.
             state: an earlier call's `state`, to go on from there.
-            token_type_ids: accepted for convenience; must be all zero.
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone, as with the base model.
             final: the documents end here. Give False for every piece but the last when an encoder reads in pieces:
                 it gives out a window once it is complete, so outputs then start where `emitted` says.
+            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
         """
-        checks.token_types(token_type_ids)
+        checks.neutral(others)
         reading = self._plan(
             input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
         )
@@ -206,12 +220,12 @@ class _LabelledEncoder(_TokenModel):
         labels: Tensor | None = None,
         state: State | None = None,
         *,
-        token_type_ids: Tensor | None = None,
         overlap: int | None = None,
         use_state: bool = True,
         final: bool = True,
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them.
 
@@ -220,7 +234,6 @@ class _LabelledEncoder(_TokenModel):
             attention_mask: 0 where a row is padded, left or right.
             labels: one for every token, [B, N]; -100 is not scored.
             state: an earlier call's `state`, to go on from there.
-            token_type_ids: accepted for convenience; must be all zero.
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone, as with the base model.
             final: the documents end here. Give False for every piece but the last when reading in pieces: a window is
@@ -228,8 +241,9 @@ class _LabelledEncoder(_TokenModel):
             return_logits: give logits beside the loss; without labels they are always given, and a classifier's also
                 where no gradients are computed, since they are small and evaluation wants them.
             num_items_in_batch: divide the loss by this instead of the number of scored targets.
+            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
         """
-        checks.token_types(token_type_ids)
+        checks.neutral(others)
         outputs = self._gives_logits(labels) if return_logits is None else return_logits
         reading = self._plan(
             input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=final
@@ -276,10 +290,10 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         labels: Tensor | None = None,
         state: State | None = None,
         *,
-        token_type_ids: Tensor | None = None,
         overlap: int | None = None,
         use_state: bool = True,
         final: bool = True,
+        **others: Any,
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them.
 
@@ -288,12 +302,12 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             attention_mask: 0 where a row is padded, left or right.
             labels: one per document; as for the base model, the loss follows `config.problem_type`.
             state: an earlier call's `state`, to go on from there.
-            token_type_ids: accepted for convenience; must be all zero.
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone.
             final: the documents end here. With False nothing is classified yet, and labels are not used.
+            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
         """
-        checks.token_types(token_type_ids)
+        checks.neutral(others)
         reading = self._plan(
             input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
         )

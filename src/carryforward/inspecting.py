@@ -30,8 +30,6 @@ def write_page(
         source: a text file, or - for standard input.
         max_tokens: use only so many of the text's first tokens.
     """
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.parent}. Make it first.")
     if source != "-" and out.exists() and out.samefile(source):
         raise ValueError(f"--out {out} is the text itself. Give the page another name.")
     if out.is_dir():
@@ -39,6 +37,7 @@ def write_page(
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"--max-tokens {max_tokens}: it must be at least 1.")
     title, text = _read(source)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)  # or what was read would have nowhere to go
     device = usable_device(device)
     loaded = load_causal(name)
     if not loaded.recurrent:

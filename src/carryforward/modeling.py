@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from . import bptt, checkpoints, checks, doors, insertion
+from .adapters import refuse_to_lose
 from .configuration import RecurrentModelConfig
 from .memory import Allowance
 from .program import Emit, Program
@@ -396,6 +397,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Save as every Hugging Face model does; nothing half-written is ever seen at `save_directory`."""
+        refuse_to_lose(self)
         if not kwargs.get("is_main_process", True):
             return super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("push_to_hub"):

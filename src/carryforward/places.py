@@ -15,6 +15,7 @@ import torch
 from transformers.utils import logging
 
 from . import checks, doors, insertion
+from .adapters import unwrapped
 from .data.progress import Progress, bar
 from .modeling import RecurrentPreTrainedModel, evaluating
 
@@ -42,6 +43,7 @@ def measure_places(
         rows: how many stretches of them are read.
         progress: called with the rows done and all rows; without it, a bar if there is a terminal.
     """
+    model = unwrapped(model)
     if not isinstance(model, RecurrentPreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}: add recurrence first (add_recurrence(model, kept=...)).")
     if rows < 1:

@@ -87,6 +87,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         overlap: int | None = None,
         use_state: bool | None = None,
         progress: Callable[[int], object] = lambda tokens: None,
+        **others: Any,
     ) -> AnswerOutput:
         """Look for answers in whole documents.
 
@@ -102,7 +103,9 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             use_state: False removes the state: every window stands alone (the paper's baseline). By default as the
                 model was trained.
             progress: called, window by window, with how many of the documents' tokens were just read.
+            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
         """
+        checks.neutral(others)
         if question_ids is None or len(question_ids) != len(input_ids):
             found = "missing" if question_ids is None else f"of {len(question_ids)} rows, input_ids of {len(input_ids)}"
             raise ValueError(f"question_ids is {found}: give one question for each document.")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .adapters import unwrapped
 from .answer_scores import percent, score_all
 from .answering import Asked, answer_all, ask
 from .data.questions import Question
@@ -47,18 +48,18 @@ class QuestionTrainer(WholeTrainer):
         tokenizer: Any,
         **kwargs: Any,
     ):
-        if not isinstance(model, RecurrentForQuestionAnswering):
+        if not isinstance(unwrapped(model), RecurrentForQuestionAnswering):
             raise ValueError(f"QuestionTrainer trains models that find answers, not {type(model).__name__}: make one "
                              'with add_recurrence(encoder, tokenizer=..., head="question-answering").')  # fmt: skip
         self.tokenizer = tokenizer
-        found = [_sample(asked) for asked in ask(model, train_dataset, tokenizer)]
+        found = [_sample(asked) for asked in ask(unwrapped(model), train_dataset, tokenizer)]
         self.lost = [question.id for question, sample in zip(train_dataset, found, strict=True) if sample is None]
         if len(self.lost) == len(found):
             raise ValueError(f"none of {len(train_dataset)} questions has an answer in its document.")
         super().__init__(
             model, args, data_collator=_collate,
             train_dataset=[sample for sample in found if sample is not None],  # type: ignore[arg-type]
-            eval_dataset=None if eval_dataset is None else ask(model, eval_dataset, tokenizer),  # type: ignore[arg-type]
+            eval_dataset=None if eval_dataset is None else ask(unwrapped(model), eval_dataset, tokenizer),  # type: ignore[arg-type]
             processing_class=tokenizer, **kwargs,
         )  # fmt: skip
 
@@ -81,7 +82,7 @@ class QuestionTrainer(WholeTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Exact match and F1 of the best answers. With several processes, each answers all questions."""
-        model: Any = self.accelerator.unwrap_model(self.model)
+        model: Any = unwrapped(self.accelerator.unwrap_model(self.model))
         asked: Any = self.eval_dataset if eval_dataset is None else ask(model, eval_dataset, self.tokenizer)
         if asked is None:
             raise ValueError("evaluate needs questions: give eval_dataset, here or to QuestionTrainer.")

@@ -32,7 +32,14 @@ class RecurrentTransformer(InputModule):
     tokenizer: Any
 
     def __init__(
-        self, model: str | Path | PreTrainedModel, tokenizer: Any = None, use_state: bool | None = None, **fields: Any
+        self,
+        model: str | Path | PreTrainedModel,
+        tokenizer: Any = None,
+        use_state: bool | None = None,
+        *,
+        model_kwargs: dict[str, Any] | None = None,
+        processor_kwargs: dict[str, Any] | None = None,
+        **fields: Any,
     ):
         """
         Args:
@@ -41,17 +48,18 @@ class RecurrentTransformer(InputModule):
             tokenizer: the model's, where a model is given.
             use_state: False reads windows that stand alone. By default the state is used unless recurrence is added
                 here, and so untrained; to train it, say True.
+            model_kwargs, processor_kwargs: for the `from_pretrained` of a model that is named, and of its tokenizer.
             **fields: fields of `RecurrenceConfig`, where recurrence is added.
         """
         super().__init__()
         untrained = False
         if isinstance(model, str | Path):
-            tokenizer = AutoTokenizer.from_pretrained(model)
+            tokenizer = AutoTokenizer.from_pretrained(model, **(processor_kwargs or {}))
             config = AutoConfig.from_pretrained(model)
             untrained = not isinstance(config, RecurrentModelConfig)
             # with the head it was saved with: left out on loading, transformers would list its weights as a mistake
             load: Any = AutoModel if untrained else registration.classes()[config.architectures[0]]
-            model = loaded = load.from_pretrained(model)
+            model = loaded = load.from_pretrained(model, **(model_kwargs or {}))
             if untrained:
                 model, fields = add_recurrence(loaded, tokenizer=tokenizer, **fields), {}
         if not isinstance(model, RecurrentPreTrainedModel) or tokenizer is None:
@@ -107,4 +115,5 @@ class RecurrentTransformer(InputModule):
         folder = cls.load_dir_path(model_name_or_path, **where)
         if folder is None:
             raise ValueError(f"{model_name_or_path!r} is no folder here and cannot be had from the Hub.")
-        return cls(folder, **cls.load_config(model_name_or_path, **where))
+        settings = {name: kwargs[name] for name in ("model_kwargs", "processor_kwargs") if kwargs.get(name)}
+        return cls(folder, **cls.load_config(model_name_or_path, **where), **settings)

@@ -12,6 +12,7 @@ from typing import Any
 from .data.corpora import PYTHON_DOCS
 
 FAST_PATHS = ("auto", "compiled", "off")
+PRESETS = ("paper", "kept")  # of `RecurrenceConfig`
 BUNDLED = "bundled"  # the model that comes with the package
 _RECURRENCE = "Recurrence (the paper's by default)"
 
@@ -70,6 +71,8 @@ class RecurrentSettings:
         names = [one.name for one in fields(self) if one.metadata["panel"] == _RECURRENCE]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         useless = [flag(name) for name in given if name not in ("recurrence", "window", "overlap", "keep_windows")]
+        if self.preset not in (None, *PRESETS):
+            raise ValueError(f"--preset {self.preset}: it is one of {', '.join(PRESETS)}.")
         if useless and not self.recurrence:
             raise ValueError(f"{', '.join(useless)}: there is no state with --no-recurrence. Choose one.")
         read: dict[str, Any] = {"keep_windows": _windows, "insert_at": _layers}

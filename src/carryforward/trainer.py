@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from .adapters import unwrapped
 from .data.samples import Lanes, Order, Samples, collate
 from .evaluation import Perplexity, perplexity
 from .heads import RecurrentForCausalLM
@@ -85,12 +86,12 @@ class RecurrentTrainer(WholeTrainer):
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
-        if not isinstance(model, RecurrentForCausalLM):
+        if not isinstance(unwrapped(model), RecurrentForCausalLM):
             raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}: make one "
                              "with add_recurrence(AutoModelForCausalLM.from_pretrained(...)).")  # fmt: skip
         if args.freeze_base and not any(True for _ in model.recurrence.parameters()):
             raise ValueError("freeze_base trains the recurrence alone, and this one has nothing to be trained.")
-        recurrence = model.config.recurrence
+        recurrence = unwrapped(model).config.recurrence
         self.samples = Samples(
             train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample, in_pieces=args.carry_state
         )

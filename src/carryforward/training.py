@@ -22,7 +22,7 @@ from .data.corpora import ALL, available_splits, has_own_splits, open_corpus
 from .data.documents import Documents, tokenise
 from .finishing import check_same, finish, free, take_over, train_to_the_end
 from .heads import RecurrentForCausalLM
-from .loading import Loaded, load_causal, load_config, load_tokenizer
+from .loading import Loaded, describe_causal, load_causal, load_tokenizer
 from .places import measure_places, needs_places
 from .runs import Run
 from .settings import TrainSettings
@@ -106,7 +106,7 @@ def _documents(settings: TrainSettings, tokenizer: Any) -> tuple[Documents, Docu
 
 def _check_recurrence(settings: TrainSettings) -> None:
     """Refuse what the model cannot do before anything is tokenised."""
-    config = load_config(settings.model)
+    config, _ = describe_causal(settings.model)
     if isinstance(config, RecurrentModelConfig):
         check_same(config, settings)
     else:
@@ -118,7 +118,8 @@ def _recurrence(settings: TrainSettings) -> RecurrenceConfig:
 
 
 def _describe(what: str, documents: Documents) -> str:
-    return f"{what}: {documents.name}, {len(documents):,} documents, {int(documents.lengths.sum()):,} tokens"
+    number = f"{len(documents):,} document{'s' * (len(documents) != 1)}"
+    return f"{what}: {documents.name}, {number}, {int(documents.lengths.sum()):,} tokens"
 
 
 def _recurrent(loaded: Loaded, settings: TrainSettings) -> RecurrentForCausalLM:

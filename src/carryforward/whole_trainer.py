@@ -17,6 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from . import checkpoints
+from .adapters import frozen_by_peft, refuse_own
 
 logger = logging.get_logger(__name__)
 
@@ -65,6 +66,9 @@ class WholeTrainer(Trainer):
             args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("compute_loss_func would be given no logits: recurrent models compute their own loss.")
+        refuse_own(model)
+        if args.use_state and frozen_by_peft(model):
+            logger.warning('peft has frozen the recurrence. To train it, give modules_to_save=["recurrence"].')
         if not args.use_state:
             model.recurrence.requires_grad_(False)
         super().__init__(model, args, eval_dataset=eval_dataset, **kwargs)

@@ -191,6 +191,8 @@ def _load_state(path: Path, device: str) -> State:
     """The state of a single text."""
     if path.is_dir():
         raise ValueError(f"--state-in {path} is a folder: give the file that --state-out wrote.")
+    if not path.exists():
+        raise ValueError(f"--state-in {path}: there is no such file. Give the one that --state-out wrote.")
     state = State.load(path, device)
     if len(state) != 1:
         raise ValueError(

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _BETWEEN = "\n\n"
 
 
-def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0) -> list[Question]:
+def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0, name: str = "") -> list[Question]:
     """Each question on a document of about so many words: its own passage and others of the same list, in any order.
 
     No other passage is taken that has an accepted answer's text in it, in whatever case: that would be a second place
@@ -26,6 +26,7 @@ def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0) -
 
     Args:
         words: when a document has as many, no further passage is added.
+        name: where the questions come from, for messages.
     """
     texts = dict.fromkeys(question.document for question in questions)
     passages = [_Passage(text, text.casefold(), len(text.split())) for text in texts]
@@ -33,10 +34,9 @@ def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0) -
     short = sum(len(question.document.split()) < words for question in joined)
     if short:
         logger.warning(
-            "%s documents are shorter than %s words: too few passages are without the answer",
-            f"{short:,}",
-            f"{words:,}",
-        )
+            "%s%s documents are shorter than %s words: too few passages are without the answer",
+            f"{name}: " * bool(name), f"{short:,}", f"{words:,}",
+        )  # fmt: skip
     return joined
 
 
@@ -51,10 +51,10 @@ def join_files(
             raise ValueError(f"{path} is not SQuAD's: HotpotQA's documents are long already, and have yes and no.")
     drawn = _draw([question for questions in lists for question in questions], set_aside, seed)
     sides: list[list[Question]] = [[] for _ in (None, *set_aside)]
-    for questions in lists:
+    for path, questions in zip(files, lists, strict=True):
         for number, side in enumerate(sides):
             own = [question for question in questions if drawn.get(question.document, 0) == number]
-            side += join_passages(own, words, seed=seed)
+            side += join_passages(own, words, seed=seed, name=path.name)
     return sides
 
 
@@ -70,7 +70,10 @@ def _draw(questions: Sequence[Question], counts: Sequence[int], seed: int) -> di
             if count <= 0:
                 break
     if len(drawn) == len(asked):  # nothing is left to train on
-        raise ValueError(f"{len(questions):,} questions on {len(asked):,} passages are too few to set that many aside.")
+        raise ValueError(
+            f"{len(questions):,} questions on {len(asked):,} passages are too few to set {sum(counts):,} aside and "
+            "train on the rest. Set fewer aside (--test-questions, --validation-questions)."
+        )
     return drawn
 
 

@@ -65,6 +65,8 @@ class Samples(Dataset):
         """
         if windows_per_sample < 1:
             raise ValueError(f"windows_per_sample={windows_per_sample} must be at least 1 (the paper uses 20).")
+        if len(documents) and isinstance(documents[0], dict):
+            raise ValueError('documents are rows with columns: give the token ids alone, as dataset["input_ids"] does.')
         self.documents = documents
         pieces = [
             (index, *sample)
