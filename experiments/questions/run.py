@@ -43,6 +43,7 @@ TRIED: dict[str, dict[str, Any]] = {  # what else a state can be, and what does 
     "layer-5-256": {"window": 256, "insert_at": (5,)},  # where an untrained state changes the last layer most
     "four-slots-256": {"window": 256, "slots": 4},
     "one-window-bptt-256": {"window": 256, "bptt_windows": 1},
+    "faster-256": {"window": 256, "recurrence_learning_rate": 0.001},  # as the module of language models learns
     "overlapping-256": {"window": 256, "overlap": 100, "recurrence": False},  # as much of the text before as "kept" has
 }
 LONGEST = {"covid-qa": 100}  # tokens of an answer; one in five has more than the usual 30
@@ -89,8 +90,8 @@ def run(cell: str, seed: int, encoder: Path, files: dict[str, Path]) -> None:
     if not lacking:
         return
     shared = yaml.safe_load((HERE / "settings" / "minilm.yaml").read_text())
-    settings = QuestionSettings(**shared, **(CELLS | TRIED)[cell], model=str(encoder), data=str(files["train"]),
-                                validation_data=str(files["validation"]), seed=seed)  # fmt: skip
+    own = {**shared, **(CELLS | TRIED)[cell], "model": str(encoder), "data": str(files["train"])}
+    settings = QuestionSettings(**own, validation_data=str(files["validation"]), seed=seed)
     first, second = WORK / f"{cell}-seed{seed}", WORK / f"{cell}-seed{seed}-hotpotqa"
     score(first, settings, seed, cell, {text: path for text, path in lacking.items() if text != "hotpotqa"})
     if "hotpotqa" not in lacking:

@@ -65,5 +65,5 @@ def _told(error: Exception) -> str | None:
     if getattr(error, "errno", None) == errno.ENOSPC or unwritten:
         return f"The disk is full ({text}). Free some space and give the same command again: what was saved is whole."
     if type(error).__name__ == "OutOfMemoryError":
-        return f"{text.partition('. ')[0]}. Use a smaller --batch-size, or --bf16."
+        return f"{text.partition('. ')[0]}. Use a smaller --batch-size, --bf16 or, in training, --keep-windows 0."
     return text if isinstance(error, ValueError | OSError | ArithmeticError | ImportError) else None
