@@ -3,6 +3,7 @@
 
 import itertools
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -259,8 +260,8 @@ def test_the_documentations_example_runs(tmp_path, monkeypatch):
         "tokenizer": prose.tokenizer(),
         "text": prose.TOPICS[1][:300],
         "model": tiny.recurrent("gpt2", settings={"vocab_size": prose.VOCABULARY}),
-        "pandas": SimpleNamespace(DataFrame=list),
     }
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
     exec(code, names)
     assert (tmp_path / "carried.png").stat().st_size > 10_000
 
