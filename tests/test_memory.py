@@ -133,6 +133,29 @@ def test_smaller_windows_take_no_more_than_larger_ones():
     assert passes(model, tiny.documents(4, 49))[1] == 2 * WINDOWS - 1
 
 
+@pytest.mark.parametrize("keep", ["auto", WINDOWS])
+def test_memory_that_others_took_meanwhile_costs_a_second_pass(keep, monkeypatch):
+    model, advance, failed = tiny.recurrent("gpt2", overlap=0, keep_windows=keep), bptt.Plan.advance, []
+    for _ in range(2):  # measured, then kept
+        model(IDS, labels=IDS).loss.backward()
+        expected = tiny.gradients(model)
+
+    def runs_out(plan, i, *rest, **more):
+        if torch.is_grad_enabled() and i == 2 and not failed:
+            failed.append(i)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return advance(plan, i, *rest, **more)
+
+    monkeypatch.setattr(bptt.Plan, "advance", runs_out)
+    if keep == "auto":
+        model(IDS, labels=IDS).loss.backward()
+        tiny.assert_same_gradients(tiny.gradients(model), expected)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            model(IDS, labels=IDS)
+    assert failed
+
+
 def test_a_window_takes_what_its_graph_holds():
     """Counted without the weights, so that twice the rows take nearly twice as much."""
     model = tiny.recurrent("gpt2", overlap=0)

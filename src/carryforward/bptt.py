@@ -237,9 +237,9 @@ class _Sweep:
         keep = self._keepable()
         for i in range(len(cells)):
             self.tables.append(self._noted(table))
-            if keep[i] and not self.plan.allowance.full:
-                torch.clear_autocast_cache()  # as below
-                emitted, table = self._keep(i, table)
+            kept = self._keep(i, table) if keep[i] and not self.plan.allowance.full else None
+            if kept is not None:
+                emitted, table = kept
             elif self.plan.loss_only and i == len(cells) - 1:
                 break
             else:
@@ -253,10 +253,19 @@ class _Sweep:
         kinds = [self.plan.program.kind(cell) for cell in reversed(self.plan.program.cells)]
         return self.plan.allowance.windows(kinds, self.plan.parameters, self.device)[::-1]
 
-    def _keep(self, i: int, table: Tensor) -> tuple[Emission, Tensor]:
+    def _keep(self, i: int, table: Tensor) -> tuple[Emission, Tensor] | None:
+        """None where there was not as much memory as it seemed, since others use the device too."""
+        allowance = self.plan.allowance
+        torch.clear_autocast_cache()  # as in the first pass
         incoming = table.detach().requires_grad_()
-        with torch.enable_grad():
-            emitted, outgoing = self.plan.advance(i, incoming)
+        try:
+            with torch.enable_grad():
+                emitted, outgoing = self.plan.advance(i, incoming)
+        except torch.OutOfMemoryError:
+            if allowance.keep != "auto":
+                raise
+            allowance.full = True
+            return None
         self.kept[i] = incoming, emitted, outgoing
         return tuple(tensor.detach() for tensor in emitted), outgoing.detach()
 
