@@ -303,9 +303,12 @@ def test_kept_keys_are_measured_before_they_are_trained(home, tmp_path):
     ],
 )
 def test_settings_that_make_no_sense(settings, message):
-    assert PRESETS == configuration.PRESETS
     with pytest.raises(ValueError, match=message):
         QuestionSettings("model", "data", **settings)
+
+
+def test_the_settings_know_all_presets():
+    assert PRESETS == configuration.PRESETS
 
 
 def test_an_answer_without_tokens_is_lost(home, tmp_path):

@@ -16,7 +16,7 @@ import ranks
 import tiny
 import torch
 from torch.testing import assert_close
-from transformers import TrainerCallback
+from transformers import BatchEncoding, TrainerCallback
 
 from carryforward import callbacks, checkpoints, console
 from carryforward.data.documents import Documents
@@ -148,6 +148,9 @@ def test_validation_shows_how_far_it_is(tmp_path, monkeypatch):
     assert 0 < parts[0] < 100
     assert parts[-1] == 100
     assert "perplexity" in shown[-1]
+    shown.clear()
+    run.evaluate()
+    assert not shown, "the bar is gone"
 
 
 def test_what_a_bar_does_beside_its_work_is_not_in_its_rate(monkeypatch):
@@ -276,8 +279,11 @@ def test_what_cannot_be_validated_on_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             trainer(tmp_path, held_out=held_out)
-    with pytest.raises(ValueError, match=r'dataset\["input_ids"\]'):
-        Samples([{"input_ids": [5, 6, 7]}], 8, 0, 2)
+    for rows in ([{"input_ids": [5, 6, 7]}], [BatchEncoding({"input_ids": [5, 6, 7]})]):
+        with pytest.raises(ValueError, match=r'dataset\["input_ids"\]'):
+            Samples(rows, 8, 0, 2)
+        with pytest.raises(ValueError, match=r'dataset\["input_ids"\]'):
+            trainer(tmp_path, held_out=rows)
     with pytest.raises(ValueError, match="label_smoothing_factor is not for recurrent models"):
         RecurrentTrainingArguments(str(tmp_path), label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="compute_loss_func"):

@@ -161,10 +161,10 @@ def _row(results: Results, cell: str, text: str) -> list[str]:
     gains = pairs(found, plain)
     by_seed = ", ".join(f"{ours['f1'] - theirs['f1']:+.2f}" for ours, theirs in gains)
     against = [told(*interval(gains)), by_seed]
-    if len(first) == sum(len(one["rows"]) for one in found.values()):  # no state to remove
+    both = [tuple(one["rows"]) for one in found.values() if len(one["rows"]) == 2]
+    if not both:  # no state to remove
         return [*cells, *against, "", ""]
-    removed = np.mean([one["rows"][1]["f1"] for one in found.values()])
-    used = interval([tuple(one["rows"][:2]) for one in found.values()])
+    removed, used = np.mean([without["f1"] for _, without in both]), interval(both)
     return [*cells, *against, f"{removed:.2f}", told(*used)]
 
 

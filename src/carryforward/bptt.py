@@ -265,6 +265,7 @@ class _Sweep:
             if allowance.keep != "auto":
                 raise
             allowance.full = True
+            self.kept.clear()  # or the second pass would find as little room
             return None
         self.kept[i] = incoming, emitted, outgoing
         return tuple(tensor.detach() for tensor in emitted), outgoing.detach()

@@ -11,7 +11,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from . import console
 from .interrupting import Interruptible
-from .whole_trainer import WholeTrainer
+from .whole_trainer import WholeTrainer, unseen
 
 
 class StopGently(Interruptible, TrainerCallback):
@@ -93,6 +93,7 @@ class Show(TrainerCallback):
         if self.bar is not None:
             self.bar.__exit__()
             self.bar = None
+            self.trainer.validating = unseen
 
 
 def show(trainer: WholeTrainer) -> None:

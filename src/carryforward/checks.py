@@ -138,7 +138,8 @@ def neutral(given: dict[str, Any]) -> None:
         if name == "token_type_ids":
             token_types(value)
         elif value is not None and value is not False:
-            raise ValueError(f"{name} is for a single window, and a document has many of them. Leave it out.")
+            told = "generate keeps its own" if name == "use_cache" else "a document has many windows, and one each"
+            raise ValueError(f"{name} cannot be had here: {told}. Leave it out.")
 
 
 def token_types(given: Tensor | None) -> None:

@@ -192,6 +192,16 @@ class RecurrenceConfig:
         return tuple(sorted(layers))
 
 
+def _of_base(name: str) -> Any:
+    """An attribute of the base model's config, where other libraries look for it."""
+
+    def put(config: Any, value: Any) -> None:
+        if config.base_config is not None:
+            setattr(config.base_config, name, value)
+
+    return property(lambda config: getattr(config.base_config, name), put)
+
+
 class RecurrentModelConfig(PreTrainedConfig):
     """The composite config of a recurrent model: its base model's config and its recurrence.
 
@@ -207,6 +217,12 @@ class RecurrentModelConfig(PreTrainedConfig):
     base_config: PreTrainedConfig = None  # type: ignore[assignment]  # read from a file, these two are dicts at first
     recurrence: RecurrenceConfig = None  # type: ignore[assignment]
     use_state: bool = True
+
+    vocab_size = _of_base("vocab_size")
+    hidden_size = _of_base("hidden_size")
+    num_hidden_layers = _of_base("num_hidden_layers")
+    num_attention_heads = _of_base("num_attention_heads")
+    tie_word_embeddings = _of_base("tie_word_embeddings")
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.base_config, dict):
@@ -258,15 +274,8 @@ class RecurrentModelConfig(PreTrainedConfig):
         output = super().to_dict()
         if isinstance(self.recurrence, RecurrenceConfig):
             output["recurrence"] = dataclasses.asdict(self.recurrence)
+            output["tie_word_embeddings"] = self.tie_word_embeddings  # adapters must know, and look here
         return output
-
-
-def _of_base(name: str) -> property:
-    return property(lambda config: getattr(config.base_config, name))
-
-
-for _name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):  # where other libraries look
-    setattr(RecurrentModelConfig, _name, _of_base(_name))
 
 
 def _is_int(value: Any) -> bool:

@@ -48,8 +48,8 @@ class Continuations:
 def continued(name: str, settings: ContinuationSettings, out: Path, *, device: str | None = None) -> Continuations:
     """Draw contexts and let a recurrent model, the same without its state and perhaps a plain one go on from them."""
     device = usable_device(device)
-    out.mkdir(parents=True, exist_ok=True)  # or what is written would have nowhere to go
     loaded, plain = _load(name, settings)
+    out.mkdir(parents=True, exist_ok=True)  # or what is written would have nowhere to go
     model: Any = loaded.model
     recurrence = model.config.recurrence
     tokens = settings.context_tokens or recurrence.window

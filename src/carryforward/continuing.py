@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from .adapters import unwrapped
 from .heads import RecurrentForCausalLM
 from .insertion import positions_of
 from .modeling import evaluating
@@ -72,6 +73,7 @@ def continue_greedily(
         contexts: token ids, [count, tokens]; a recurrent model's must end where a window does.
         use_state: False removes a recurrent model's state.
     """
+    model = unwrapped(model)
     recurrent = isinstance(model, RecurrentForCausalLM)
     if recurrent:
         check_context(model, contexts.shape[1])  # type: ignore[arg-type]

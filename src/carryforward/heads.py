@@ -176,6 +176,7 @@ class RecurrentModel(_TokenModel):
         attention_mask: Tensor | None = None,
         state: State | None = None,
         *,
+        token_type_ids: Tensor | None = None,
         overlap: int | None = None,
         use_state: bool = True,
         final: bool = True,
@@ -187,12 +188,14 @@ class RecurrentModel(_TokenModel):
             input_ids: the documents' own tokens, [B, N]; an encoder's special tokens are added to every window.
             attention_mask: 0 where a row is padded, left or right.
             state: an earlier call's `state`, to go on from there.
+            token_type_ids: accepted for convenience; must be all zero.
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone, as with the base model.
             final: the documents end here. Give False for every piece but the last when an encoder reads in pieces:
                 it gives out a window once it is complete, so outputs then start where `emitted` says.
             **others: what Hugging Face's models may be given beside, and must not ask for anything here.
         """
+        checks.token_types(token_type_ids)
         checks.neutral(others)
         reading = self._plan(
             input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
@@ -220,6 +223,7 @@ class _LabelledEncoder(_TokenModel):
         labels: Tensor | None = None,
         state: State | None = None,
         *,
+        token_type_ids: Tensor | None = None,
         overlap: int | None = None,
         use_state: bool = True,
         final: bool = True,
@@ -234,6 +238,7 @@ class _LabelledEncoder(_TokenModel):
             attention_mask: 0 where a row is padded, left or right.
             labels: one for every token, [B, N]; -100 is not scored.
             state: an earlier call's `state`, to go on from there.
+            token_type_ids: accepted for convenience; must be all zero.
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone, as with the base model.
             final: the documents end here. Give False for every piece but the last when reading in pieces: a window is
@@ -243,6 +248,7 @@ class _LabelledEncoder(_TokenModel):
             num_items_in_batch: divide the loss by this instead of the number of scored targets.
             **others: what Hugging Face's models may be given beside, and must not ask for anything here.
         """
+        checks.token_types(token_type_ids)
         checks.neutral(others)
         outputs = self._gives_logits(labels) if return_logits is None else return_logits
         reading = self._plan(
@@ -290,6 +296,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         labels: Tensor | None = None,
         state: State | None = None,
         *,
+        token_type_ids: Tensor | None = None,
         overlap: int | None = None,
         use_state: bool = True,
         final: bool = True,
@@ -302,11 +309,13 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             attention_mask: 0 where a row is padded, left or right.
             labels: one per document; as for the base model, the loss follows `config.problem_type`.
             state: an earlier call's `state`, to go on from there.
+            token_type_ids: accepted for convenience; must be all zero.
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone.
             final: the documents end here. With False nothing is classified yet, and labels are not used.
             **others: what Hugging Face's models may be given beside, and must not ask for anything here.
         """
+        checks.token_types(token_type_ids)
         checks.neutral(others)
         reading = self._plan(
             input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final

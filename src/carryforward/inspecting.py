@@ -37,7 +37,6 @@ def write_page(
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"--max-tokens {max_tokens}: it must be at least 1.")
     title, text = _read(source)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)  # or what was read would have nowhere to go
     device = usable_device(device)
     loaded = load_causal(name)
     if not loaded.recurrent:
@@ -45,6 +44,7 @@ def write_page(
             f"{name} is a plain model: it has no state to look at. Make it recurrent with `carryforward add` or "
             "`carryforward train`."
         )
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)  # or what was read would have nowhere to go
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
     encoder = Encoder(loaded.tokenizer, max_tokens)
     ids, pieces = encoder.pieces(text)

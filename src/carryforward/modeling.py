@@ -82,6 +82,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     _small: ClassVar[bool] = True  # what a window gives out: it can be recorded, and is then had from position 0 on
     _supports_sdpa = True
     _no_split_modules = ["Recurrence"]
+    _tied_weights_keys = {}  # none but the base model's, where peft then looks
 
     def __init__(self, config: RecurrentModelConfig, base: PreTrainedModel | None = None):
         """

@@ -63,6 +63,11 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         scores = self.config.architecture.answer(self.base, hidden)  # type: ignore[misc]
         return scores, hidden[:, 0].clone()  # a view would keep every window's states until the last is read
 
+    def heads(self) -> list[tuple[str, nn.Module]]:
+        """What is above the encoder, by name: the base model's head, and what tells kinds of answers apart."""
+        own = [(name, part) for name, part in self.base.named_children() if part is not self._body]
+        return [("kinds", self.kinds), *((name, part) for name, part in own if any(True for _ in part.parameters()))]
+
     def prefixes(self, question_ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None = None) -> list[list[int]]:
         """What stands in front of every window: special tokens, the row's question, the separator."""
         recurrence = self.config.recurrence

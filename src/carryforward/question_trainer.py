@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .adapters import unwrapped
+from .adapters import frozen_by_peft, unwrapped
 from .answer_scores import percent, score_all
 from .answering import Asked, answer_all, ask
 from .data.questions import Question
@@ -48,18 +48,23 @@ class QuestionTrainer(WholeTrainer):
         tokenizer: Any,
         **kwargs: Any,
     ):
-        if not isinstance(unwrapped(model), RecurrentForQuestionAnswering):
+        inner = unwrapped(model)
+        if not isinstance(inner, RecurrentForQuestionAnswering):
             raise ValueError(f"QuestionTrainer trains models that find answers, not {type(model).__name__}: make one "
                              'with add_recurrence(encoder, tokenizer=..., head="question-answering").')  # fmt: skip
+        frozen = [name for name, part in inner.heads() if frozen_by_peft(model, part)]
+        if frozen:
+            raise ValueError(f"peft has frozen what finds answers, and would not save it: give the adapters' config "
+                             f"modules_to_save={['recurrence', *frozen]}.")  # fmt: skip
         self.tokenizer = tokenizer
-        found = [_sample(asked) for asked in ask(unwrapped(model), train_dataset, tokenizer)]
+        found = [_sample(asked) for asked in ask(inner, train_dataset, tokenizer)]
         self.lost = [question.id for question, sample in zip(train_dataset, found, strict=True) if sample is None]
         if len(self.lost) == len(found):
             raise ValueError(f"none of {len(train_dataset)} questions has an answer in its document.")
         super().__init__(
             model, args, data_collator=_collate,
             train_dataset=[sample for sample in found if sample is not None],  # type: ignore[arg-type]
-            eval_dataset=None if eval_dataset is None else ask(unwrapped(model), eval_dataset, tokenizer),  # type: ignore[arg-type]
+            eval_dataset=None if eval_dataset is None else ask(inner, eval_dataset, tokenizer),  # type: ignore[arg-type]
             processing_class=tokenizer, **kwargs,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import bptt, checks
+from .adapters import unwrapped
 from .data.samples import by_length, collate, sample
 from .heads import RecurrentForCausalLM
 from .modeling import evaluating
@@ -178,6 +179,8 @@ def deep_windows(
 
 def checked_overlap(model: RecurrentForCausalLM, overlap: int | None) -> int:
     """The overlap that a model is read at; refuses models whose tokens cannot be scored."""
+    if unwrapped(model) is not model:
+        raise ValueError(f"{type(model).__name__}: give the model inside, model.get_base_model().")
     if not isinstance(model, RecurrentForCausalLM):
         raise ValueError(f"a recurrent causal language model is needed, not {type(model).__name__}.")
     return checks.overlap(model.config, overlap)

@@ -15,6 +15,7 @@ from sentence_transformers.base.modules import InputModule
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from . import registration
+from .adapters import unwrapped
 from .adding import add_recurrence
 from .configuration import RecurrentModelConfig
 from .data.samples import pad
@@ -53,6 +54,7 @@ class RecurrentTransformer(InputModule):
         """
         super().__init__()
         untrained = False
+        model = model if isinstance(model, str | Path) else unwrapped(model)
         if isinstance(model, str | Path):
             tokenizer = AutoTokenizer.from_pretrained(model, **(processor_kwargs or {}))
             config = AutoConfig.from_pretrained(model)
@@ -62,6 +64,8 @@ class RecurrentTransformer(InputModule):
             model = loaded = load.from_pretrained(model, **(model_kwargs or {}))
             if untrained:
                 model, fields = add_recurrence(loaded, tokenizer=tokenizer, **fields), {}
+        elif model_kwargs or processor_kwargs:
+            raise ValueError("model_kwargs and processor_kwargs are for models given by name. Leave them out.")
         if not isinstance(model, RecurrentPreTrainedModel) or tokenizer is None:
             raise ValueError("RecurrentTransformer needs a recurrent model and its tokenizer.")
         if fields:

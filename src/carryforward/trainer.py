@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from .adapters import unwrapped
-from .data.samples import Lanes, Order, Samples, collate
+from .adapters import frozen_by_peft, unwrapped
+from .data.samples import Lanes, Order, Samples, check_documents, collate
 from .evaluation import Perplexity, perplexity
 from .heads import RecurrentForCausalLM
 from .reading import IGNORE
@@ -89,7 +89,8 @@ class RecurrentTrainer(WholeTrainer):
         if not isinstance(unwrapped(model), RecurrentForCausalLM):
             raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}: make one "
                              "with add_recurrence(AutoModelForCausalLM.from_pretrained(...)).")  # fmt: skip
-        if args.freeze_base and not any(True for _ in model.recurrence.parameters()):
+        new = model.recurrence
+        if args.freeze_base and (not any(True for _ in new.parameters()) or frozen_by_peft(model, new)):
             raise ValueError("freeze_base trains the recurrence alone, and this one has nothing to be trained.")
         recurrence = unwrapped(model).config.recurrence
         self.samples = Samples(
@@ -99,6 +100,8 @@ class RecurrentTrainer(WholeTrainer):
             model.base.requires_grad_(False)
         if isinstance(eval_dataset, dict):
             raise ValueError("eval_dataset is a dictionary: give documents, and evaluate others with evaluate(...).")
+        if eval_dataset is not None:
+            check_documents(eval_dataset)
         if eval_dataset is not None and not any(len(document) > 1 for document in eval_dataset):
             raise ValueError("eval_dataset: no document has a second token to predict.")
         self.global_batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps

@@ -17,9 +17,14 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from . import checkpoints
-from .adapters import frozen_by_peft, refuse_own
+from .adapters import frozen_by_peft, refuse_to_train
 
 logger = logging.get_logger(__name__)
+
+
+def unseen(total: int) -> contextlib.AbstractContextManager[Callable[[int], object]]:
+    """Validation that shows nothing."""
+    return contextlib.nullcontext(lambda count: None)
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -61,14 +66,17 @@ class WholeTrainer(Trainer):
 
     def __init__(self, model: Any, args: WholeTrainingArguments, *, eval_dataset: Any = None, **kwargs: Any):
         self._staging: Path | None = None
-        self.validating = lambda total: contextlib.nullcontext(lambda count: None)
+        self.validating = unseen
         if eval_dataset is None:
             args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("compute_loss_func would be given no logits: recurrent models compute their own loss.")
-        refuse_own(model)
-        if args.use_state and frozen_by_peft(model):
-            logger.warning('peft has frozen the recurrence. To train it, give modules_to_save=["recurrence"].')
+        refuse_to_train(model)
+        if args.use_state and frozen_by_peft(model, model.recurrence):
+            logger.warning(
+                "peft has frozen the recurrence, and saves nothing of it. To train it, give the adapters' config "
+                'modules_to_save=["recurrence"].'
+            )
         if not args.use_state:
             model.recurrence.requires_grad_(False)
         super().__init__(model, args, eval_dataset=eval_dataset, **kwargs)

@@ -5,7 +5,7 @@ An epoch scores every target of every document exactly once, short documents and
 depends on the seed and the epoch alone: any number of processes sees the same global batches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,12 @@ def by_length(lengths: Sequence[int], batch_size: int, least: int = 1) -> list[l
     return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
 
 
+def check_documents(documents: Sequence[Any]) -> None:
+    """Refuse rows of a data set, which are as long as they have columns."""
+    if len(documents) and isinstance(documents[0], Mapping):
+        raise ValueError('documents are rows with columns: give the token ids alone, as dataset["input_ids"] does.')
+
+
 class Samples(Dataset):
     """All samples of a set of documents, in their order; the one past the end is empty and fills up a last batch."""
 
@@ -65,8 +71,7 @@ class Samples(Dataset):
         """
         if windows_per_sample < 1:
             raise ValueError(f"windows_per_sample={windows_per_sample} must be at least 1 (the paper uses 20).")
-        if len(documents) and isinstance(documents[0], dict):
-            raise ValueError('documents are rows with columns: give the token ids alone, as dataset["input_ids"] does.')
+        check_documents(documents)
         self.documents = documents
         pieces = [
             (index, *sample)
