@@ -2,6 +2,7 @@
 """Questions from files, answers found in texts, scores by hand, and the way from a question to an answer."""
 
 import gzip
+import itertools
 import json
 import lzma
 from dataclasses import replace
@@ -257,6 +258,31 @@ def test_no_answer_is_found_twice():
     # a character of two tokens: what they say of it adds up
     logits = torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.0]), torch.tensor([0.0, *[-torch.inf] * 3])
     assert best(logits, "京", np.array([(0, 1), (0, 1)]), top_k=5) == [Found("京", "span", pytest.approx(1), 0, 1)]
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 200])
+def test_stretches_of_the_same_characters_are_one_however_many(top_k):
+    """Three characters of four tokens each, as byte-level tokenizers have them, then a word: against all pairs."""
+    document, offsets = "😀👍🎉 ok", np.array([(0, 1)] * 4 + [(1, 2)] * 4 + [(2, 3)] * 4 + [(3, 6)])
+    starts, ends = (torch.randn(13, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    shares = {}
+    for start, end in itertools.combinations_with_replacement(range(13), 2):
+        if end - start >= 9:
+            continue
+        place = int(offsets[start, 0]) + (start == 12), int(offsets[end, 1])
+        shares[place] = shares.get(place, 0.0) + float((starts[start] + ends[end]).exp())
+    expected = sorted(((share / sum(shares.values()), place) for place, share in shares.items()), reverse=True)
+    kinds = torch.tensor([0.0, *[-torch.inf] * 3])
+    found = best((starts, ends, kinds), document, offsets, top_k=top_k, max_answer_tokens=9)
+    assert [(one.start, one.end) for one in found] == [place for _, place in expected][:top_k]
+    assert [one.probability for one in found] == pytest.approx([share for share, _ in expected][:top_k])
+
+
+def test_an_answer_keeps_the_accent_on_its_last_letter():
+    document = "Jose\u0301 came"  # a tokenizer that leaves accents out ends its token before it
+    (found,) = best((torch.tensor([5.0, 0]), torch.tensor([5.0, 0]), torch.tensor([0.0, *[-torch.inf] * 3])),
+                    document, np.array([(0, 4), (6, 10)]))  # fmt: skip
+    assert (found.text, found.end) == ("Jose\u0301", 5)
 
 
 @pytest.fixture(scope="module")

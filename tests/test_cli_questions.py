@@ -351,3 +351,14 @@ def test_settings_that_are_shipped_can_be_used(path):
     given = {"model": "encoder", "data": "questions.json", **yaml.safe_load(path.read_text())}
     assert QuestionSettings(**given).epochs >= 3
     assert len(SHIPPED) == 2
+
+
+def test_predictions_of_a_trainer_are_answers(home, trained, tmp_path):
+    loaded, asked = load_finder(str(trained)), cf.read_questions(home / "few.json")
+    args = cf.QuestionTrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = cf.QuestionTrainer(loaded.model, args, asked, tokenizer=loaded.tokenizer)
+    out = trainer.predict(asked)
+    expected = [cf.answer(loaded.model, one.question, one.document, loaded.tokenizer)[0] for one in asked]
+    places = [[(one.start, one.end, one.kind) for one in some] for some in (out.predictions, expected)]
+    assert places[0] == places[1]
+    assert out.metrics == {name.replace("eval", "test"): value for name, value in trainer.evaluate(asked).items()}

@@ -263,3 +263,9 @@ def test_lm_evals_rolling_log_likelihood(name):
 
 def test_it_is_public():
     assert cf.perplexity is perplexity
+
+
+@pytest.mark.parametrize("head", ["masked", "none"])
+def test_encoders_see_what_they_are_asked_for_and_are_refused(head):
+    with pytest.raises(ValueError, match="perplexity needs a causal language model, not Bert"):
+        perplexity(tiny.base("bert", head), [[5, 6, 7, 8]], window=8)

@@ -7,6 +7,7 @@ References: the base model with its own question-answering head on windows put t
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 from transformers import AutoModelForQuestionAnswering
 
@@ -194,3 +195,42 @@ def test_what_cannot_be(arguments, message):
 def test_models_that_get_no_head(name, head, message):
     with pytest.raises(ValueError, match=message):
         cf.add_recurrence(tiny.base(name, head), head="question-answering")
+
+
+def test_without_a_kind_to_score_the_loss_is_that_of_the_rest():
+    model, ids = tiny.answering("bert"), tiny.documents(2, 30)
+    asked = {"question_ids": tiny.QUESTIONS[:2], "start_positions": torch.tensor([3, 4])}
+    asked["end_positions"] = asked["start_positions"]
+    none = torch.full((2,), -100)
+    loss = model(ids, **asked, answer_kinds=none).loss
+    whole, kinds = model(ids, **asked), torch.zeros(2, dtype=torch.long)
+    assert_close(loss, whole.loss - F.cross_entropy(whole.kind_logits, kinds))
+    loss.backward()
+    assert not any(parameter.grad is None or parameter.grad.isnan().any() for parameter in model.kinds.parameters())
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "message"),
+    [
+        ([3, 4, 5], [3, 4, 5], r"start_positions has shape \[3\]: one for each of 2 documents"),
+        ([9, 4], [4, 4], "row 0: an answer cannot start at 9 and end at 4"),
+        ([9, 4], [9, -100], "row 1: an answer cannot start at 4 and end at -100"),
+    ],
+)
+def test_positions_that_are_no_answers(starts, ends, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.answering("bert")(tiny.documents(2, 30), question_ids=tiny.QUESTIONS[:2],
+                               start_positions=torch.tensor(starts), end_positions=torch.tensor(ends))  # fmt: skip
+
+
+def test_positions_may_stand_in_a_column():
+    model, ids, places = tiny.answering("bert"), tiny.documents(2, 30), torch.tensor([3, 4])
+    losses = [model(ids, question_ids=tiny.QUESTIONS[:2], start_positions=one, end_positions=one).loss
+              for one in (places, places[:, None])]  # fmt: skip
+    assert torch.equal(*losses)
+
+
+def test_a_double_precision_model_stays_one():
+    model = tiny.answering("bert").double()
+    out = model(tiny.documents(2, 30), question_ids=tiny.QUESTIONS[:2])
+    assert {out.start_logits.dtype, out.kind_logits.dtype} == {torch.float64}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .data.corpora import open_corpus as open_corpus
     from .data.documents import Documents as Documents
     from .data.documents import tokenise as tokenise
+    from .data.questions import read_questions as read_questions
     from .embedding import TokenVectors as TokenVectors
     from .embedding import encode as encode
     from .evaluation import Perplexity as Perplexity
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .loading import load_bundled as load_bundled
     from .places import measure_places as measure_places
     from .question_answering import RecurrentForQuestionAnswering as RecurrentForQuestionAnswering
+    from .question_trainer import QuestionTrainer as QuestionTrainer
+    from .question_trainer import QuestionTrainingArguments as QuestionTrainingArguments
     from .sentences import RecurrentTransformer as RecurrentTransformer
     from .state import State as State
     from .trainer import RecurrentTrainer as RecurrentTrainer
@@ -44,6 +47,7 @@ _HOME = {
     "RecurrenceConfig": "configuration",
     "RecurrentModelConfig": "configuration",
     "open_corpus": "data.corpora",
+    "read_questions": "data.questions",
     "Documents": "data.documents",
     "tokenise": "data.documents",
     "TokenVectors": "embedding",
@@ -59,6 +63,8 @@ _HOME = {
     "load_bundled": "loading",
     "measure_places": "places",
     "RecurrentForQuestionAnswering": "question_answering",
+    "QuestionTrainer": "question_trainer",
+    "QuestionTrainingArguments": "question_trainer",
     "RecurrentTransformer": "sentences",
     "State": "state",
     "RecurrentTrainer": "trainer",

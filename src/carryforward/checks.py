@@ -116,6 +116,12 @@ def vocabulary(input_ids: Tensor, attention_mask: Tensor | None, size: int, name
         )
 
 
+def one_each(given: Tensor | None, rows: int, name: str) -> None:
+    """One number for each document."""
+    if given is not None and given.shape != (rows,):
+        raise ValueError(f"{name} has shape {list(given.shape)}: one for each of {rows} documents is expected.")
+
+
 def classes(labels: Tensor | None, attention_mask: Tensor | None, number: int, name: str = "labels") -> None:
     """Labels that are each a class or -100; what stands at padding is not scored."""
     if labels is not None and attention_mask is not None:

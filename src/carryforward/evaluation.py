@@ -15,6 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from . import checks, windows
 from .adapters import unwrapped
@@ -90,6 +94,8 @@ def perplexity(
     recurrence = model.config.recurrence if isinstance(model, RecurrentPreTrainedModel) else None
     if recurrence is not None and not isinstance(model, RecurrentForCausalLM):
         raise ValueError(f"perplexity needs a causal language model, not {type(model).__name__}.")
+    if recurrence is None:
+        _check_causal(model)
     if recurrence is None and window is None:
         raise ValueError("window is missing: a plain model must be told how many tokens to read at once.")
     if recurrence is not None and window not in (None, recurrence.window):
@@ -119,6 +125,14 @@ def perplexity(
             tokens += scored
             progress(scored)
     return Perplexity(nats=float(nats), tokens=tokens, documents=len(documents), **counts)
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    """An encoder sees the tokens it is asked for, and would be given a number all the same."""
+    names = {cls.__name__ for cls in type(model).__mro__}
+    blind = names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    if not blind and (names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()} or model.get_output_embeddings() is None):
+        raise ValueError(f"perplexity needs a causal language model, not {type(model).__name__}.")
 
 
 def check_positions(config: PreTrainedConfig, window: int) -> None:

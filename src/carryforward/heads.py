@@ -287,6 +287,14 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
     def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         return (self._body(**inputs).last_hidden_state[:, 0].clone(),)  # a view would keep the whole window's
 
+    def _check_labels(self, labels: Tensor, rows: int) -> None:
+        """Where a document is of one class; what else labels can be is the loss's to judge."""
+        number = len(self.config.id2label)  # type: ignore[arg-type]
+        single = self.config.problem_type in (None, "single_label_classification") and number > 1
+        if single and not labels.is_floating_point():
+            checks.one_each(labels.view(-1), rows, "labels")
+            checks.classes(labels, None, number)
+
     @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
     def forward(
@@ -321,6 +329,8 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
         )
 
+        if labels is not None and final:
+            self._check_labels(labels, len(reading.read))
         emissions, carried = self._unroll(reading, Emit(lambda cell, first: (first,)))
         summary = summarise(reading, [first for (first,) in emissions])
         logits = loss = None

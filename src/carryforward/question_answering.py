@@ -118,6 +118,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         prefixes = self.prefixes(question_ids, question_mask)
         tokens = torch.tensor([token for prefix in prefixes for token in prefix])
         checks.vocabulary(tokens, None, self.config.base_config.vocab_size, "question_ids")
+        checks.one_each(answer_kinds, len(input_ids), "answer_kinds")
         checks.classes(answer_kinds, None, len(KINDS), "answer_kinds")
         reading = self._plan(
             input_ids, attention_mask, None, None, overlap=overlap, use_state=use_state, outputs=True, final=True,
@@ -130,17 +131,18 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             real[given.where] = True
             named = {"start_positions": start_positions, "end_positions": end_positions}
             wanted = [_checked(name, places, real.view(len(input_ids), -1)) for name, places in named.items()]
+            _check_order(*wanted)
 
         def emit(cell: Cell, scores: Tensor, first: Tensor) -> tuple[Tensor, ...]:
             progress(sum(window.score_to - window.score_from for window in cell.windows))
             return given.of(cell, scores), first
 
         emissions, _ = self._unroll(reading, Emit(emit))
-        scores = torch.cat([emitted[0] for emitted in emissions]).float()
+        scores = _exact(torch.cat([emitted[0] for emitted in emissions]))
         logits = spread(scores, reading.index(given.where), len(input_ids), reading.width, -torch.inf)
         summary = summarise(reading, [emitted[1] for emitted in emissions])
         assert summary is not None, "every document has a window"
-        kind_logits = self.kinds(summary.to(self.kinds.weight.dtype)).float()
+        kind_logits = _exact(self.kinds(summary.to(self.kinds.weight.dtype)))
         loss = None if wanted is None else _loss(logits, wanted, kind_logits, answer_kinds)
         start_logits, end_logits = logits.unbind(-1)
         return AnswerOutput(loss=loss, start_logits=start_logits, end_logits=end_logits, kind_logits=kind_logits)
@@ -150,6 +152,8 @@ def _checked(name: str, given: Tensor | None, real: Tensor) -> Tensor:
     """Columns of answers, on the host; those that are no token, by what is `real` of each row, are refused."""
     if given is None:
         raise ValueError(f"{name} is missing: give starts and ends, {IGNORE} where an answer has none.")
+    given = given.view(-1) if given.ndim == 2 and given.shape[1] == 1 else given  # as some data sets have them
+    checks.one_each(given, len(real), name)
     for row, column in enumerate(columns := given.tolist()):
         if column != IGNORE and not (0 <= column < real.shape[1] and real[row, column]):
             raise ValueError(
@@ -159,14 +163,27 @@ def _checked(name: str, given: Tensor | None, real: Tensor) -> Tensor:
     return torch.tensor(columns)
 
 
+def _check_order(starts: Tensor, ends: Tensor) -> None:
+    wrong = ((starts == IGNORE) != (ends == IGNORE)) | (ends < starts)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(f"row {row}: an answer cannot start at {int(starts[row])} and end at {int(ends[row])}.")
+
+
+def _exact(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _loss(logits: Tensor, wanted: Sequence[Tensor], kind_logits: Tensor, kinds: Tensor | None) -> Tensor:
     """Of the kinds, and of starts and ends over all windows together, [B, N, 2]."""
     device = kind_logits.device
     kinds = torch.zeros(len(kind_logits), dtype=torch.long) if kinds is None else kinds
-    loss = F.cross_entropy(kind_logits, kinds.to(device))
+    none = 0 * kind_logits.sum()  # so that every weight has a gradient
+    loss = none if (kinds == IGNORE).all() else F.cross_entropy(kind_logits, kinds.to(device), ignore_index=IGNORE)
     for scores, where in zip(logits.unbind(-1), wanted, strict=True):
         if (where == IGNORE).all():
-            loss = loss + 0 * torch.where(scores.isfinite(), scores, 0).sum()  # so that every weight has a gradient
+            loss = loss + 0 * torch.where(scores.isfinite(), scores, 0).sum()  # likewise
         else:
             loss = loss + F.cross_entropy(scores, where.to(device), ignore_index=IGNORE) / 2
     return loss

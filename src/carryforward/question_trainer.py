@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers.trainer_utils import PredictionOutput
 
 from .adapters import frozen_by_peft, unwrapped
 from .answer_scores import percent, score_all
-from .answering import Asked, answer_all, ask
+from .answering import Asked, Found, answer_all, ask
 from .data.questions import Question
 from .data.samples import pad
 from .question_answering import KINDS, RecurrentForQuestionAnswering
@@ -87,19 +88,32 @@ class QuestionTrainer(WholeTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Exact match and F1 of the best answers. With several processes, each answers all questions."""
-        model: Any = unwrapped(self.accelerator.unwrap_model(self.model))
-        asked: Any = self.eval_dataset if eval_dataset is None else ask(model, eval_dataset, self.tokenizer)
+        asked: Any = self.eval_dataset if eval_dataset is None else self._ask(eval_dataset)
         if asked is None:
             raise ValueError("evaluate needs questions: give eval_dataset, here or to QuestionTrainer.")
+        return self._tell(self._answer(asked, metric_key_prefix)[1])
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The best answers, as `answer` gives them, and how good they are."""
+        found, metrics = self._answer(self._ask(test_dataset), metric_key_prefix)
+        return PredictionOutput(predictions=found, label_ids=None, metrics=metrics)  # type: ignore[arg-type]
+
+    def _ask(self, questions: Sequence[Question]) -> list[Asked]:
+        return ask(unwrapped(self.accelerator.unwrap_model(self.model)), questions, self.tokenizer)
+
+    def _answer(self, asked: Sequence[Asked], prefix: str) -> tuple[list[Found], dict[str, float]]:
+        model: Any = unwrapped(self.accelerator.unwrap_model(self.model))
         questions = [one.question for one in asked]
         with self.accelerator.autocast(), self.validating(sum(len(one.ids) for one in asked)) as progress:
             found = answer_all(
                 model, asked, use_state=self.args.use_state, batch_size=self.args.per_device_eval_batch_size,
                 allow_none=any(question.kind == "none" for question in questions), progress=progress,
             )  # fmt: skip
-        exact, f1 = percent(score_all(questions, [answers[0].text for answers in found]))
-        metrics = {f"{metric_key_prefix}_exact": exact, f"{metric_key_prefix}_f1": f1}
-        return self._tell(metrics)
+        first = [answers[0] for answers in found]
+        exact, f1 = percent(score_all(questions, [one.text for one in first]))
+        return first, {f"{prefix}_exact": exact, f"{prefix}_f1": f1}
 
 
 def _sample(asked: Asked) -> dict[str, Any] | None:

@@ -186,8 +186,10 @@ def _nearest(document: str, text: str, start: int) -> int | None:
 
 
 def _squad_row(row: Any) -> Question:
-    texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
-    told = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+    told = row["answers"]
+    if isinstance(told, dict):  # as the Hub has them: columns
+        pairs = zip(told["text"], told["answer_start"], strict=True)
+        told = [{"text": text, "answer_start": start} for text, start in pairs]
     return _squad_question(row["context"], {**row, "answers": told})
 
 
