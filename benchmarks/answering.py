@@ -162,8 +162,10 @@ def cases(device: str) -> Iterator[dict[str, Any]]:
     for what, longest in LONGEST[device].items():
         for name in MODELS:
             model = build(name, device, longest) if device == "cuda" else None
-            for _ in range(WARM[device][0] if name == RECURRENT else 0):
-                job(name, what, model, device, longest)()
+            if name == RECURRENT and WARM[device][0]:
+                warm = job(name, what, model, device, longest)
+                for _ in range(WARM[device][0]):
+                    warm()
             expected = 0.0  # bytes a word, by the case before, where memory grows with them
             for words in (some for some in WORDS if some <= longest):
                 if device == "cpu" and expected * words > LIMIT_GB * 1e9:

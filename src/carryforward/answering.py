@@ -258,4 +258,4 @@ def _outermost(places: np.ndarray, step: int) -> np.ndarray:
     """For each token the first of those at the same character, or from behind, with -1, the last."""
     _, index, inverse = np.unique(places[::step], return_index=True, return_inverse=True)
     found = index[inverse][::step]
-    return found.copy() if step == 1 else len(places) - 1 - found
+    return found if step == 1 else len(places) - 1 - found

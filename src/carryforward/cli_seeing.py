@@ -31,7 +31,6 @@ def topics(
         from . import console, topic_reports
         from .figure import left_out
 
-        out.mkdir(parents=True, exist_ok=True)
         result = topic_reports.measure(model, settings, out, device=device)
         typer.echo(json.dumps(result) if as_json else topic_reports.markdown(result))
         with left_out(out / "topics.png"):
@@ -54,7 +53,6 @@ def samples(
     with told_plainly():
         from . import console, sample_tables
 
-        out.mkdir(parents=True, exist_ok=True)
         result = sample_tables.tabulate(model, settings, out, rows=rows, device=device)
         typer.echo(json.dumps(result) if as_json else sample_tables.markdown(result))
         console.note(f"written to {out}: samples.html and samples.md, the texts beside each other; samples.json")

@@ -91,11 +91,9 @@ def perplexity(
         progress: called with the number of tokens just scored.
     """
     model = unwrapped(model)
-    recurrence = model.config.recurrence if isinstance(model, RecurrentPreTrainedModel) else None
-    if recurrence is not None and not isinstance(model, RecurrentForCausalLM):
+    if not _is_causal(model):
         raise ValueError(f"perplexity needs a causal language model, not {type(model).__name__}.")
-    if recurrence is None:
-        _check_causal(model)
+    recurrence = model.config.recurrence if isinstance(model, RecurrentPreTrainedModel) else None
     if recurrence is None and window is None:
         raise ValueError("window is missing: a plain model must be told how many tokens to read at once.")
     if recurrence is not None and window not in (None, recurrence.window):
@@ -127,12 +125,15 @@ def perplexity(
     return Perplexity(nats=float(nats), tokens=tokens, documents=len(documents), **counts)
 
 
-def _check_causal(model: PreTrainedModel) -> None:
-    """An encoder sees the tokens it is asked for, and would be given a number all the same."""
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Not an encoder, which sees the tokens it is asked for and would be given a number all the same. A class that
+    transformers does not know is trusted."""
+    if isinstance(model, RecurrentPreTrainedModel):
+        return isinstance(model, RecurrentForCausalLM)
     names = {cls.__name__ for cls in type(model).__mro__}
-    blind = names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-    if not blind and (names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()} or model.get_output_embeddings() is None):
-        raise ValueError(f"perplexity needs a causal language model, not {type(model).__name__}.")
+    if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
+        return True
+    return not names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()} and model.get_output_embeddings() is not None
 
 
 def check_positions(config: PreTrainedConfig, window: int) -> None:

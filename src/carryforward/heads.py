@@ -15,8 +15,8 @@ from transformers.utils import can_return_tuple
 
 from . import bptt, checks, losses
 from .generation import Generation
-from .modeling import RecurrentOutput, RecurrentPreTrainedModel
-from .outputs import Given, columns_of, columns_to_keep, spread, summarise
+from .modeling import RecurrentPreTrainedModel
+from .outputs import Given, RecurrentOutput, columns_of, columns_to_keep, spread, summarise
 from .program import Emit
 from .reading import Cell, Reading
 from .state import State

@@ -25,8 +25,13 @@ FUSED: ContextVar[Callable | None] = ContextVar("FUSED", default=None)  # `fusab
 
 def nll_sum(scores: Tensor, targets: Tensor) -> Tensor:
     """The summed negative log-likelihood of targets [b, n] under logits [b, n, V], in float32 at least."""
-    exact = scores.to(torch.promote_types(scores.dtype, torch.float32)).flatten(0, 1)
-    return F.cross_entropy(exact, targets.to(exact.device).flatten(), ignore_index=IGNORE, reduction="sum")
+    scores = exact(scores).flatten(0, 1)
+    return F.cross_entropy(scores, targets.to(scores.device).flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def exact(scores: Tensor) -> Tensor:
+    """In float32 at least."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 def projected_nll_sum(hidden: Tensor, projection: nn.Linear, targets: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ here they meet. What a window gives out depends on the head and is said in `head
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -16,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
 
 from . import bptt, checkpoints, checks, doors, insertion
 from .adapters import refuse_to_lose
@@ -28,33 +27,8 @@ from .recording import Result, Work
 from .recurrence import Recurrence
 from .replay import FastPath, Replays
 from .state import State
-from .window_cache import WindowCache
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class RecurrentOutput(ModelOutput):
-    """What a recurrent model gives back.
-
-    Attributes:
-        loss: mean negative log-likelihood of the scored targets (or their sum over `num_items_in_batch`).
-        logits: as in Hugging Face, in the layout of the input; None when labels were given, unless asked for.
-        last_hidden_state: of a model without a head: one vector per token, in the layout of the input.
-        nll_sum, n_scored: the sum behind the loss, in nats, and the number of its targets. Both add up over pieces.
-        emitted: for encoders, the document tokens [from, to) that each row's outputs stand for, [B, 2].
-        state: where the documents stand, to go on with in the next call.
-        past_key_values: in generation, the window's keys and values, to go on with token by token.
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    last_hidden_state: Tensor | None = None
-    nll_sum: Tensor | None = None
-    n_scored: Tensor | None = None
-    emitted: Tensor | None = None
-    state: State | None = None
-    past_key_values: WindowCache | None = None
 
 
 @contextmanager

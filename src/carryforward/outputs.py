@@ -1,11 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a call's outputs go: which positions of its windows are given out, and how they are put together again."""
+"""What a call gives back, and where it comes from: which positions of its windows are given out, and how these are put
+together again."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from .reading import Cell, Reading
 from .state import State
+from .window_cache import WindowCache
+
+
+@dataclass
+class RecurrentOutput(ModelOutput):
+    """What a recurrent model gives back.
+
+    Attributes:
+        loss: mean negative log-likelihood of the scored targets (or their sum over `num_items_in_batch`).
+        logits: as in Hugging Face, in the layout of the input; None when labels were given, unless asked for.
+        last_hidden_state: of a model without a head: one vector per token, in the layout of the input.
+        nll_sum, n_scored: the sum behind the loss, in nats, and the number of its targets. Both add up over pieces.
+        emitted: for encoders, the document tokens [from, to) that each row's outputs stand for, [B, 2].
+        state: where the documents stand, to go on with in the next call.
+        past_key_values: in generation, the window's keys and values, to go on with token by token.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    nll_sum: Tensor | None = None
+    n_scored: Tensor | None = None
+    emitted: Tensor | None = None
+    state: State | None = None
+    past_key_values: WindowCache | None = None
 
 
 class Given:

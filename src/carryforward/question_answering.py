@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, can_return_tuple
 
-from . import checks
+from . import checks, losses
 from .configuration import RecurrentModelConfig
 from .modeling import RecurrentPreTrainedModel
 from .outputs import Given, spread, summarise
@@ -129,20 +129,18 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         if start_positions is not None or answer_kinds is not None:
             real = torch.zeros(len(input_ids) * reading.width, dtype=torch.bool)
             real[given.where] = True
-            named = {"start_positions": start_positions, "end_positions": end_positions}
-            wanted = [_checked(name, places, real.view(len(input_ids), -1)) for name, places in named.items()]
-            _check_order(*wanted)
+            wanted = _wanted(start_positions, end_positions, real.view(len(input_ids), -1))
 
         def emit(cell: Cell, scores: Tensor, first: Tensor) -> tuple[Tensor, ...]:
             progress(sum(window.score_to - window.score_from for window in cell.windows))
             return given.of(cell, scores), first
 
         emissions, _ = self._unroll(reading, Emit(emit))
-        scores = _exact(torch.cat([emitted[0] for emitted in emissions]))
+        scores = losses.exact(torch.cat([emitted[0] for emitted in emissions]))
         logits = spread(scores, reading.index(given.where), len(input_ids), reading.width, -torch.inf)
         summary = summarise(reading, [emitted[1] for emitted in emissions])
         assert summary is not None, "every document has a window"
-        kind_logits = _exact(self.kinds(summary.to(self.kinds.weight.dtype)))
+        kind_logits = losses.exact(self.kinds(summary.to(self.kinds.weight.dtype)))
         loss = None if wanted is None else _loss(logits, wanted, kind_logits, answer_kinds)
         start_logits, end_logits = logits.unbind(-1)
         return AnswerOutput(loss=loss, start_logits=start_logits, end_logits=end_logits, kind_logits=kind_logits)
@@ -163,16 +161,14 @@ def _checked(name: str, given: Tensor | None, real: Tensor) -> Tensor:
     return torch.tensor(columns)
 
 
-def _check_order(starts: Tensor, ends: Tensor) -> None:
+def _wanted(starts: Tensor | None, ends: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Where answers begin and end, on the host; refuses what is no stretch of its document."""
+    starts, ends = _checked("start_positions", starts, real), _checked("end_positions", ends, real)
     wrong = ((starts == IGNORE) != (ends == IGNORE)) | (ends < starts)
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise ValueError(f"row {row}: an answer cannot start at {int(starts[row])} and end at {int(ends[row])}.")
-
-
-def _exact(x: Tensor) -> Tensor:
-    """In float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return starts, ends
 
 
 def _loss(logits: Tensor, wanted: Sequence[Tensor], kind_logits: Tensor, kinds: Tensor | None) -> Tensor:

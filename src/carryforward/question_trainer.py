@@ -101,14 +101,13 @@ class QuestionTrainer(WholeTrainer):
         return PredictionOutput(predictions=found, label_ids=None, metrics=metrics)  # type: ignore[arg-type]
 
     def _ask(self, questions: Sequence[Question]) -> list[Asked]:
-        return ask(unwrapped(self.accelerator.unwrap_model(self.model)), questions, self.tokenizer)
+        return ask(self.inner, questions, self.tokenizer)
 
     def _answer(self, asked: Sequence[Asked], prefix: str) -> tuple[list[Found], dict[str, float]]:
-        model: Any = unwrapped(self.accelerator.unwrap_model(self.model))
         questions = [one.question for one in asked]
         with self.accelerator.autocast(), self.validating(sum(len(one.ids) for one in asked)) as progress:
             found = answer_all(
-                model, asked, use_state=self.args.use_state, batch_size=self.args.per_device_eval_batch_size,
+                self.inner, asked, use_state=self.args.use_state, batch_size=self.args.per_device_eval_batch_size,
                 allow_none=any(question.kind == "none" for question in questions), progress=progress,
             )  # fmt: skip
         first = [answers[0] for answers in found]

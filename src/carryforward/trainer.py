@@ -86,13 +86,14 @@ class RecurrentTrainer(WholeTrainer):
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
-        if not isinstance(unwrapped(model), RecurrentForCausalLM):
+        inner = unwrapped(model)
+        if not isinstance(inner, RecurrentForCausalLM):
             raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}: make one "
                              "with add_recurrence(AutoModelForCausalLM.from_pretrained(...)).")  # fmt: skip
-        new = model.recurrence
-        if args.freeze_base and (not any(True for _ in new.parameters()) or frozen_by_peft(model, new)):
+        nothing = not any(True for _ in inner.recurrence.parameters()) or frozen_by_peft(model, inner.recurrence)
+        if args.freeze_base and nothing:
             raise ValueError("freeze_base trains the recurrence alone, and this one has nothing to be trained.")
-        recurrence = unwrapped(model).config.recurrence
+        recurrence = inner.config.recurrence
         self.samples = Samples(
             train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample, in_pieces=args.carry_state
         )
@@ -102,8 +103,8 @@ class RecurrentTrainer(WholeTrainer):
             raise ValueError("eval_dataset is a dictionary: give documents, and evaluate others with evaluate(...).")
         if eval_dataset is not None:
             check_documents(eval_dataset)
-        if eval_dataset is not None and not any(len(document) > 1 for document in eval_dataset):
-            raise ValueError("eval_dataset: no document has a second token to predict.")
+            if not any(len(document) > 1 for document in eval_dataset):
+                raise ValueError("eval_dataset: no document has a second token to predict.")
         self.global_batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         rows, seed = args.train_batch_size * args.world_size, args.seed if args.data_seed is None else args.data_seed
         self.order = Lanes(self.samples, rows, seed) if args.carry_state else Order(len(self.samples), rows, seed)
@@ -159,7 +160,7 @@ class RecurrentTrainer(WholeTrainer):
 
     def _state_for(self, labels: Tensor) -> State:
         """A batch goes on from the state of the last one, in the rows whose first token has a label: others begin."""
-        fresh = self.accelerator.unwrap_model(self.model).fresh_state(len(labels))
+        fresh = self.inner.fresh_state(len(labels))
         if self.carried is None:
             return fresh
         goes_on = (labels[:, 0] != IGNORE).tolist()
@@ -205,7 +206,7 @@ class RecurrentTrainer(WholeTrainer):
         targets = sum(max(len(ids) - 1, 0) for ids in mine)
         with self.accelerator.autocast(), self.validating(targets) as progress:
             score = perplexity(
-                self.accelerator.unwrap_model(self.model),
+                self.inner,
                 mine,
                 use_state=self.args.use_state,
                 batch_size=self.args.per_device_eval_batch_size,

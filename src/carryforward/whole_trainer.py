@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from . import checkpoints
-from .adapters import frozen_by_peft, refuse_to_train
+from .adapters import frozen_by_peft, refuse_to_train, unwrapped
 
 logger = logging.get_logger(__name__)
 
@@ -80,6 +80,11 @@ class WholeTrainer(Trainer):
         if not args.use_state:
             model.recurrence.requires_grad_(False)
         super().__init__(model, args, eval_dataset=eval_dataset, **kwargs)
+
+    @property
+    def inner(self) -> Any:
+        """The recurrent model itself, out of what accelerate and peft have put around it."""
+        return unwrapped(self.accelerator.unwrap_model(self.model))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
@@ -157,7 +162,7 @@ class WholeTrainer(Trainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Weights tied to others are saved once; anything else that is missing is an error, not a warning."""
-        tied = set(self.accelerator.unwrap_model(self.model).all_tied_weights_keys)
+        tied = set(self.inner.all_tied_weights_keys)
         wrong = sorted(set(load_result.missing_keys) - tied) + sorted(load_result.unexpected_keys)
         if wrong:
             raise ValueError(f"the checkpoint does not fit the model: {', '.join(wrong[:3])}. Use another output_dir.")
