@@ -45,6 +45,9 @@ TRIED: dict[str, dict[str, Any]] = {  # what else a state can be, and what does 
     "one-window-bptt-256": {"window": 256, "bptt_windows": 1},
     "faster-256": {"window": 256, "recurrence_learning_rate": 0.001},  # as the module of language models learns
     "overlapping-256": {"window": 256, "overlap": 100, "recurrence": False},  # as much of the text before as "kept" has
+    # both: what is kept comes from the left, and a token before a border lacks what follows it; and overlap alone
+    "kept-overlapping-50-256": {"window": 256, "overlap": 50, "slots": 0, "kept": 72, "sinks": 4},
+    "overlapping-50-256": {"window": 256, "overlap": 50, "recurrence": False},
 }
 LONGEST = {"covid-qa": 100}  # tokens of an answer; one in five has more than the usual 30
 RESAMPLES = 10_000
