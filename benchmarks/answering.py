@@ -227,8 +227,11 @@ def section(report: dict[str, Any]) -> str:
 def _cells(case: dict[str, Any]) -> str:
     if "skipped" in case:
         return f"({case['skipped']}) | "
-    spread = f" ({case['fastest']:.2f} to {case['slowest']:.2f})" if case["rounds"] > 1 else ""
-    return f"{case['seconds']:.2f}{spread} | {readable(case['peak_bytes'])}"
+    middle, fastest, slowest = (
+        f"{case[name]:.{2 if case[name] >= 1 else 3}f}" for name in ("seconds", "fastest", "slowest")
+    )
+    spread = f" ({fastest} to {slowest})" if case["rounds"] > 1 else ""
+    return f"{middle}{spread} | {readable(case['peak_bytes'])}"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

@@ -379,7 +379,8 @@ def reproduce(
                        "device": device}  # fmt: skip
             given = [f"--{name}={value}" for name, value in options.items() if value is not None]
             flags = ["--no-pages", *["--test"] * test, *["--no-keep-models"] * (not keep_models)]
-            side_by_side.run_side_by_side(names, ["reproduce", what, *given, *flags], folder, jobs)
+            command = ["-m", "carryforward", "reproduce", what, *given, *flags, "--cell"]
+            side_by_side.run_side_by_side({name: [*command, name] for name in names}, folder, jobs)
         elif not tables_only:
             running.run(recipe, folder, labels=cells, test=test, keep_models=keep_models, use_cpu=device == "cpu")
         if not pages:

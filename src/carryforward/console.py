@@ -56,7 +56,7 @@ class Bar:
 
     def set(self, done: int, remark: str | None = None) -> None:
         self.done, self.remark = done, self.remark if remark is None else remark
-        rate = f"{self.rate:,.0f} {self.unit}/s" if done > self.skipped else ""
+        rate = f"{self.rate:{',.0f' if self.rate >= 10 else '.2g'}} {self.unit}/s" if done > self.skipped else ""
         if self._progress is not None:
             self._progress.update(self._task, completed=done, rate=rate, remark=self.remark)
         elif time.monotonic() - self.shown > LOG_EVERY:

@@ -8,21 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import console
 from ..interrupting import Interruptible
 
 
-def run_side_by_side(names: Sequence[str], command: Sequence[str], work: Path, jobs: int) -> None:
-    """Run `carryforward COMMAND --cell NAME` for each name, so many at a time.
+def run_side_by_side(commands: Mapping[str, Sequence[str]], work: Path, jobs: int) -> None:
+    """Run cells, so many at a time.
 
     Args:
+        commands: for each cell's name what Python is to run.
         work: where models and logs are.
     """
     work.mkdir(parents=True, exist_ok=True)
-    waiting, running, failed = [*names], dict[str, subprocess.Popen[bytes]](), list[str]()
+    waiting, running, failed = [*commands], dict[str, subprocess.Popen[bytes]](), list[str]()
     told = False
     stop = Interruptible("stopping: cells that are being trained are saved first")
     with stop.listening(signal.SIGINT, signal.SIGTERM):
@@ -30,7 +31,7 @@ def run_side_by_side(names: Sequence[str], command: Sequence[str], work: Path, j
             while (waiting and not stop.requested) or running:
                 while waiting and len(running) < jobs and not stop.requested:
                     name = waiting.pop(0)
-                    running[name] = _started(name, command, work)
+                    running[name] = _started(commands[name], _log(work, name))
                     console.note(f"{name}: started, see {_log(work, name)}")
                 time.sleep(0.2)
                 if stop.requested and not told:  # once: a second time would not be gentle
@@ -49,14 +50,14 @@ def run_side_by_side(names: Sequence[str], command: Sequence[str], work: Path, j
         raise KeyboardInterrupt("stopped. To go on, give the same command again.")
     if failed:
         logs = ", ".join(str(_log(work, name)) for name in failed)
-        raise ChildProcessError(f"{len(failed)} of {len(names)} cells failed: what they said last is in {logs}.")
+        raise ChildProcessError(f"{len(failed)} of {len(commands)} cells failed: what they said last is in {logs}.")
 
 
-def _started(name: str, command: Sequence[str], work: Path) -> subprocess.Popen[bytes]:
-    with _log(work, name).open("ab") as log:
-        whole = [sys.executable, "-m", "carryforward", *command, "--cell", name]
+def _started(command: Sequence[str], path: Path) -> subprocess.Popen[bytes]:
+    with path.open("ab") as log:
         # in a session of its own, which Ctrl-C does not reach: it is told to stop once, by us
-        return subprocess.Popen(whole, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                                start_new_session=True)  # fmt: skip
 
 
 def _log(work: Path, name: str) -> Path:
