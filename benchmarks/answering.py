@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from memory import MALLOC, QUIET, readable, watch, write
+import record
+from memory import MALLOC, QUIET, readable, watch
 
 HERE = Path(__file__).parent
 RECURRENT, LONGFORMER = MODELS = "recurrent", "Longformer"
@@ -196,12 +197,12 @@ def run(device: str, out: Path) -> None:
     precision = "bfloat16 autocast" if device == "cuda" else "float32"
     config = SHAPES[device] | {"window": WINDOW, "question": QUESTION, "batch": 1, "tokens_a_word": TOKENS_A_WORD}
     config["threads"] = torch.get_num_threads()
-    report = {**provenance(device), "seed": 0, "precision": precision, "config": config, "cases": []}
-    for case in cases(device):
-        outcome = case.get("skipped") or f"{case['seconds']:.2f} s, {readable(case['peak_bytes'])}"
-        print(f"{case['what']}, {case['model']}, {case['words']:,} words: {outcome}", file=sys.stderr, flush=True)
-        report["cases"].append(case)
-        write(out, report)
+    report = {**provenance(device), "seed": 0, "precision": precision, "config": config}
+    with record.cases(out, report) as add:
+        for case in cases(device):
+            outcome = case.get("skipped") or f"{case['seconds']:.2f} s, {readable(case['peak_bytes'])}"
+            print(f"{case['what']}, {case['model']}, {case['words']:,} words: {outcome}", file=sys.stderr, flush=True)
+            add(case)
 
 
 # --- table and figure --------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import argparse
 import array
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from carryforward.files import written_whole
+import record
+from memory import resident
+
+from carryforward.provenance import provenance
 
 HERE = Path(__file__).parent
 SEED = 0
@@ -155,31 +157,22 @@ def write(model: Any, tokens: int, clock: Clock, prompt: Any = None, **more: Any
     model.generate(prompt, stopping_criteria=[clock], **settings, **more)
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 # --- all cases ---------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run every case, and write what is known after each."""
-    from carryforward.provenance import provenance
-
+    """Run every case."""
     report: dict[str, Any] = provenance("cpu") | {"seed": SEED, "threads": 1, "precision": "float32", "jobs": args.jobs}
-    report |= {"kind": "generation benchmark", "cases": []}
-    report["command"] = " ".join(["python", "benchmarks/generation.py", *sys.argv[1:]])
+    report["kind"] = "generation benchmark"
     cases = [
         {"shape": shape, "mode": mode, "overlap": overlap, "config": SHAPES[shape]}
         for shape in args.shapes
         for mode, overlap in [(PLAIN, 0), (AGAIN, 0), *((RECURRENT, overlap) for overlap in SHAPES[shape]["overlaps"])]
     ]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(args.jobs) as pool:
+    out = args.out or HERE / "results" / "generation-cpu.json"
+    with ThreadPoolExecutor(args.jobs) as pool, record.cases(out, report) as add:
         for case, figures in zip(cases, pool.map(in_a_process, cases), strict=True):
-            report["cases"].append(case | {"figures": figures})
-            with written_whole(args.out) as beside:
-                beside.write_text(json.dumps(report, indent=2) + "\n")
+            add(case | {"figures": figures})
 
 
 def in_a_process(case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -254,9 +247,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and memory of one more token.")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="some need --out")
     parser.add_argument("--jobs", type=int, default=1, help="cases that run side by side")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "generation-cpu.json", help="JSON to write")
+    parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/generation-cpu.json)")
     parser.add_argument("--figure", type=Path, metavar="JSON", help="draw a PNG beside it and print a table")
     parser.add_argument("--case", nargs=3, metavar=("SHAPE", "MODE", "OVERLAP"), help="one case, as a JSON line")
     args = parser.parse_args()
@@ -267,6 +260,8 @@ def main() -> None:
     elif args.case:
         print(json.dumps(measure(args.case[0], args.case[1], int(args.case[2]))))
     else:
+        if args.shapes != list(SHAPES) and not args.out:
+            parser.error("--shapes needs --out, or a run of some would replace the results of all")
         run(args)
 
 

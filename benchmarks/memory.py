@@ -17,12 +17,10 @@ having malloc give freed blocks straight back to the system. Every case has a pr
 
 import argparse
 import contextlib
-import datetime
 import gc
 import json
 import math
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -31,12 +29,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from carryforward.files import written_whole
-from carryforward.provenance import commit
+import record
+
+from carryforward.provenance import provenance
 
 HERE = Path(__file__).parent
 SEED = 0
 RECOMPUTED, KEPT, PLAIN = MODES = "recomputed", "kept graph", "plain, full length"
+WINDOWS = [4, 16, 64, 256]
 SHAPES = {
     "cpu": {"window": 128, "vocab_size": 8192, "n_embd": 256, "n_layer": 6, "n_head": 4},  # 7 M parameters
     "cuda": {"window": 300, "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},  # GPT-2 small
@@ -115,58 +115,40 @@ def watch(device: str) -> Callable[[], int]:
         before = torch.cuda.memory_allocated()
         return lambda: torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks, or building the model might hide the step's
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    before = resident()
     return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
-def environment(device: str) -> dict[str, Any]:
-    """What the figures depend on beside this file."""
-    import torch
-    import transformers
-
-    import carryforward
-
-    if device == "cuda":
-        hardware = torch.cuda.get_device_name()
-    else:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-        hardware = f"{name}, {torch.get_num_threads()} threads"
-    packages = {module.__name__: module.__version__ for module in (torch, transformers, carryforward)}
-    return {"hardware": hardware, "versions": {"python": platform.python_version(), **packages}}
+def resident() -> int:
+    """Bytes of this process that are in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 # --- all cases ---------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run every case that fits, and write what is known after each."""
+    """Run every case that fits."""
+    import torch
+
     out = args.out or HERE / "results" / f"memory-{args.device}{'-bf16' if args.bf16 else ''}.json"
     limit = LIMIT_GB[args.device] if args.limit_gb is None else args.limit_gb
-    report: dict[str, Any] = {
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": args.device,
-        "seed": SEED,
-        "precision": "bfloat16 autocast" if args.bf16 else "float32",
-        "config": SHAPES[args.device] | {"batch": 1, "attn_pdrop": 0.0},
-        "cases": [],
-    }
-    for mode in MODES:
-        expected = 0.0  # bytes per window, by the case before, where memory grows with their number
-        for windows in sorted(args.windows):
-            if expected * windows > limit * 1e9:
-                case = {"mode": mode, "windows": windows, "tokens": windows * SHAPES[args.device]["window"]}
-                case["skipped"] = f"about {expected * windows / 1e9:.2g} GB expected, the limit is {limit:g} GB"
-            else:
-                answer = in_a_process(args, mode, windows)
-                case = answer["case"]
-                report |= answer["environment"]
-                expected = 0.0 if mode == RECOMPUTED else case.get("peak_bytes", 0) / windows
-            outcome = case.get("skipped") or f"{readable(case['peak_bytes'])} in {case['seconds']:.1f} s"
-            print(f"{mode}, {windows} windows, {case['tokens']} tokens: {outcome}", file=sys.stderr, flush=True)
-            report["cases"].append(case)
-            write(out, report)
+    precision = "bfloat16 autocast" if args.bf16 else "float32"
+    config = SHAPES[args.device] | {"batch": 1, "attn_pdrop": 0.0, "threads": torch.get_num_threads()}
+    report = {**provenance(args.device), "seed": SEED, "precision": precision, "config": config}
+    with record.cases(out, report) as add:
+        for mode in MODES:
+            expected = 0.0  # bytes per window, by the case before, where memory grows with their number
+            for windows in sorted(args.windows):
+                if expected * windows > limit * 1e9:
+                    case = {"mode": mode, "windows": windows, "tokens": windows * SHAPES[args.device]["window"]}
+                    case["skipped"] = f"about {expected * windows / 1e9:.2g} GB expected, the limit is {limit:g} GB"
+                else:
+                    case = in_a_process(args, mode, windows)
+                    expected = 0.0 if mode == RECOMPUTED else case.get("peak_bytes", 0) / windows
+                outcome = case.get("skipped") or f"{readable(case['peak_bytes'])} in {case['seconds']:.1f} s"
+                print(f"{mode}, {windows} windows, {case['tokens']} tokens: {outcome}", file=sys.stderr, flush=True)
+                add(case)
 
 
 def in_a_process(args: argparse.Namespace, mode: str, windows: int) -> dict[str, Any]:
@@ -174,12 +156,6 @@ def in_a_process(args: argparse.Namespace, mode: str, windows: int) -> dict[str,
     command += ["--bf16"] if args.bf16 else []
     done = subprocess.run(command, env=os.environ | MALLOC | QUIET, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as beside:
-        beside.write_text(json.dumps(report, indent=2) + "\n")
 
 
 # --- table and figure --------------------------------------------------------------------------------------------
@@ -237,7 +213,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Peak memory of one training step.")
     parser.add_argument("--device", choices=SHAPES, default="cpu")
-    parser.add_argument("--windows", type=int, nargs="+", default=[4, 16, 64, 256])
+    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, help="others need --out")
     parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
     parser.add_argument("--limit-gb", type=float, help="skip what is expected to need more (CPU: 10, GPU: no limit)")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/memory-DEVICE.json)")
@@ -249,9 +225,10 @@ def main() -> None:
         print(table(report))
         draw(report, args.figure.with_suffix(".png"))
     elif args.case:
-        case = measure(args.device, args.bf16, args.case[0], int(args.case[1]))
-        print(json.dumps({"environment": environment(args.device), "case": case}))
+        print(json.dumps(measure(args.device, args.bf16, args.case[0], int(args.case[1]))))
     else:
+        if args.windows != WINDOWS and not args.out:
+            parser.error("--windows needs --out, or a run of some would replace the results of all")
         run(args)
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed import SHAPES, Report, autocast, interleaved, recurrent, recurrent_step
+from record import Report
+from speed import SHAPES, autocast, interleaved, recurrent, recurrent_step
 
 HERE = Path(__file__).parent
 SHAPE = SHAPES["bundled"]
@@ -110,19 +111,21 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/peers-DEVICE.json)")
     arguments = parser.parse_args()
-    report = Report(arguments.out or HERE / f"results/peers-{arguments.device}.json", arguments.device)
+    peers: dict[str, Callable[[Report], None]] = {
+        "recurrent_memory_transformer_pytorch": recurrent_memory_transformer,
+        "lm_eval": rolling_likelihood,
+        "transformers": longformer,
+    }
     if arguments.device == "cuda":
-        longformer(report, "cuda")
-        return
-    for package, peer in (
-        ("recurrent_memory_transformer_pytorch", recurrent_memory_transformer),
-        ("lm_eval", rolling_likelihood),
-        ("transformers", longformer),
-    ):
-        if find_spec(package) is None:
-            print(f"{package} is not installed: left out", file=sys.stderr)
-        else:
-            peer(report)
+        peers = {"transformers": partial(longformer, device="cuda")}
+    missing = [package for package in peers if find_spec(package) is None]
+    out = arguments.out or HERE / f"results/peers-{arguments.device}.json"
+    with Report(out, arguments.device, SHAPES, whole=not missing) as report:
+        for package, peer in peers.items():
+            if package in missing:
+                print(f"{package} is not installed: left out", file=sys.stderr)
+            else:
+                peer(report)
 
 
 if __name__ == "__main__":

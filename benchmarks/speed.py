@@ -13,7 +13,6 @@ plain model's sides are the strongest there are: compiled as a whole, captured a
 import argparse
 import contextlib
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from record import Report
 from torch import Tensor
 
 HERE = Path(__file__).parent
@@ -172,7 +172,7 @@ def recurrent_step(
     return step
 
 
-def training(device: str, report: "Report") -> None:
+def training(device: str, report: Report) -> None:
     """A step's forward and backward pass; no optimizer."""
     on_gpu, on_cpu = [("gpt2-small", 8, 32), ("gpt2-small", 32, 32)], [("tiny", 8, 16), ("bundled", 4, 8)]
     rounds = 4 if device == "cuda" else 9
@@ -195,7 +195,7 @@ def training(device: str, report: "Report") -> None:
         free(device)
 
 
-def cost(device: str, report: "Report") -> None:
+def cost(device: str, report: Report) -> None:
     """What the state costs a step whose graph is kept: one slot, many at every layer, keys and values that are kept."""
     on_gpu, on_cpu = [("gpt2-small", 8, 32), ("smollm2-135m", 8, 20)], [("tiny", 8, 16), ("bundled", 4, 8)]
     for shape, batch, windows in on_gpu if device == "cuda" else on_cpu:
@@ -235,7 +235,7 @@ def strided(model: Any, ids: Tensor, window: int, stride: int) -> tuple[float, i
     return total, scored
 
 
-def evaluation(device: str, report: "Report") -> None:
+def evaluation(device: str, report: Report) -> None:
     from carryforward import perplexity
 
     shape, batch, windows = ("gpt2-small", 32, 64) if device == "cuda" else ("bundled", 8, 12)
@@ -321,7 +321,7 @@ def graphed_forward(model: Any, ids: Tensor, window: int, windows: int) -> Calla
 # --- generation ----------------------------------------------------------------------------------------------------
 
 
-def generation(device: str, report: "Report") -> None:
+def generation(device: str, report: Report) -> None:
     """Greedy, in bfloat16 on a GPU; Hugging Face's own loop drives both. Tokens per second of all rows together."""
     shape, new = ("gpt2-small", 400) if device == "cuda" else ("bundled", 200)
     window, vocabulary = SHAPES[shape]["window"], SHAPES[shape]["vocab_size"]
@@ -348,7 +348,7 @@ def generation(device: str, report: "Report") -> None:
 # --- length --------------------------------------------------------------------------------------------------------
 
 
-def length(device: str, report: "Report") -> None:
+def length(device: str, report: Report) -> None:
     """One document, longer and longer: speed of a training step and, on a GPU, its peak memory, weights, gradients and
     states not counted; recordings are. (On a CPU `memory.py` measures that.)"""
     shape, counts = ("gpt2-small", (8, 32, 320, 3400)) if device == "cuda" else ("bundled", (4, 16, 64))
@@ -387,7 +387,7 @@ def length(device: str, report: "Report") -> None:
 # --- data ----------------------------------------------------------------------------------------------------------
 
 
-def data(device: str, report: "Report") -> None:
+def data(device: str, report: Report) -> None:
     """How fast batches of samples are made, on one core, beside the fastest step there is."""
     from carryforward.data.samples import Samples, collate
 
@@ -403,30 +403,7 @@ def data(device: str, report: "Report") -> None:
     report.add({"row": "data", "shape": None, "batch": 8, "windows": 32, "sides": found})
 
 
-# --- results -----------------------------------------------------------------------------------------------------
-
-
-class Report:
-    """Results, written as they come. Each row names its commit: ratios are of one row's sides, never across rows."""
-
-    def __init__(self, path: Path, device: str):
-        from carryforward.provenance import provenance
-
-        self.path = path
-        self.record: dict[str, Any] = {**provenance(device), "seed": 0, "shapes": SHAPES, "rows": []}
-        self.commit = self.record.pop("commit")
-        if path.exists():
-            earlier = json.loads(path.read_text())
-            if all(earlier[what] == self.record[what] for what in ("hardware", "versions", "shapes")):
-                self.record["rows"] = earlier["rows"]
-
-    def add(self, row: dict[str, Any]) -> None:
-        same = ("row", "shape", "batch", "windows")
-        self.record["rows"] = [r for r in self.record["rows"] if any(r.get(k) != row.get(k) for k in same)]
-        self.record["rows"].append({"commit": self.commit, **row})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.record, indent=1) + "\n")
-        print(json.dumps(row))
+# --- all parts ---------------------------------------------------------------------------------------------------
 
 
 def free(device: str) -> None:
@@ -451,10 +428,12 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="some of the rows; all by default")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/speed-DEVICE.json)")
     arguments = parser.parse_args()
-    report = Report(arguments.out or HERE / "results" / f"speed-{arguments.device}.json", arguments.device)
-    for name in arguments.only or PARTS:
-        PARTS[name](arguments.device, report)
-        free(arguments.device)
+    parts = arguments.only or list(PARTS)
+    out = arguments.out or HERE / "results" / f"speed-{arguments.device}.json"
+    with Report(out, arguments.device, SHAPES, whole=PARTS.keys() <= {*parts}) as report:
+        for name in parts:
+            PARTS[name](arguments.device, report)
+            free(arguments.device)
 
 
 if __name__ == "__main__":
