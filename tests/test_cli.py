@@ -410,8 +410,8 @@ def test_nothing_to_score_and_missing_splits(trained, tmp_path):
     [
         (["--window", 13], "reads 12 tokens at once. Leave it out."),
         (["--overlap", 12], "overlap=12 must be at least 0 and smaller than the 12"),
-        (["--batch-size", 0], "batch_size=0 must be at least 1"),
-        (["--reset-every", 0], "reset_every=0 must be at least 1"),
+        (["--batch-size", 0], "--batch-size 0: it must be at least 1"),
+        (["--reset-every", 0], "--reset-every 0: it must be at least 1"),
         (["--device", "tpu"], "--device tpu cannot be used: Expected one of cpu, cuda"),
     ],
 )

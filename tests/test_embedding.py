@@ -535,10 +535,10 @@ def test_ids_may_be_missing_and_a_file_may_have_a_byte_order_mark(saved):
         (["--out", "v.npy", "--what", "tokens"], "takes one vector per document; for tokens use .parquet"),
         (["--out", "v.npy", "--what", "vec"], "'vec' must be one of 'document', 'tokens', 'windows'"),
         (["--out", "v.npy", "--pooling", "max"], "'max' must be one of 'mean', 'state'"),
-        (["--out", "v.npy", "--batch-size", "0"], "batch_size=0 must be at least 1"),
+        (["--out", "v.npy", "--batch-size", "0"], "--batch-size 0: it must be at least 1"),
         (["--out", "v.npy", "--no-state", "--pooling", "state"], "needs the state, which use_state=False (--no-state)"),
         (["--out", "v.npy", "--on-error", "cry"], "it must be stop or skip"),
-        (["--out", "v.npy", "--window", "9"], "reads 11 at once"),
+        (["--out", "v.npy", "--window", "9"], "reads 11 tokens at once"),
     ],
 )
 def test_bad_usage_says_what_to_do(saved, arguments, message, capsys, monkeypatch):

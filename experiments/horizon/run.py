@@ -13,6 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from carryforward import horizon
 from carryforward.figure import COLOURS
 from carryforward.files import write_whole
 from carryforward.loading import load_config
+from carryforward.settings import HorizonSettings
 from carryforward.table import markdown_table
 
 HERE = Path(__file__).parent
@@ -65,17 +67,17 @@ def run(setting: str, model: str, books: Path) -> None:
     if len(enough) < BOOKS:
         raise SystemExit(f"{books}: {len(enough)} validation books of {BYTES:,} bytes or more, {BOOKS} are needed.")
     gpu = torch.cuda.is_available()
-    found = horizon.survey(
-        model, str(books), depths=DEPTHS, max_document_tokens=TOKENS, bf16=gpu, batch_size=50 if gpu else 8
+    settings = HorizonSettings(
+        str(books), depth=DEPTHS, max_document_tokens=TOKENS, bf16=gpu, batch_size=50 if gpu else 8
     )
-    write(found, setting)
+    write(horizon.survey(model, settings), setting)
     with tempfile.TemporaryDirectory() as folder:
         few = Path(folder) / books.name
         (few / "validation").mkdir(parents=True)
         for book in enough[:BOOKS]:
             shutil.copy(book, few / "validation")
-        found = horizon.survey(model, str(few), depths=(0, 1), max_document_tokens=LONG, bf16=gpu, batch_size=BOOKS)
-    write(found, f"{setting}-long")
+        long = replace(settings, data=str(few), depth=(0, 1), max_document_tokens=LONG, batch_size=BOOKS)
+        write(horizon.survey(model, long), f"{setting}-long")
 
 
 def write(survey: dict[str, Any], name: str) -> None:

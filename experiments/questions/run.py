@@ -21,13 +21,12 @@ import numpy as np
 import yaml
 
 from carryforward.answer_reports import evaluate_answers
-from carryforward.answering import MAX_TOKENS
 from carryforward.data.joining import join_files
 from carryforward.data.questions import write_questions
 from carryforward.files import write_whole
 from carryforward.question_training import train_answers
 from carryforward.reproduction.side_by_side import run_side_by_side
-from carryforward.settings import QuestionSettings
+from carryforward.settings import MAX_ANSWER_TOKENS, AnswerSettings, QuestionSettings
 from carryforward.table import markdown_table
 
 HERE = Path(__file__).parent
@@ -132,9 +131,9 @@ def score(model: Path, settings: QuestionSettings, seed: int, cell: str, texts: 
     for place in ("model", "data", "validation_data"):  # where things lie on this machine
         record["settings"][place] = record["settings"][place] and Path(record["settings"][place]).name
     for name, path in texts.items():
-        (found,) = evaluate_answers(
-            [str(model)], path, batch_size=64, bf16=settings.bf16, max_answer_tokens=LONGEST.get(name, MAX_TOKENS)
-        )
+        longest = LONGEST.get(name, MAX_ANSWER_TOKENS)
+        asked = AnswerSettings(str(path), batch_size=64, bf16=settings.bf16, max_answer_tokens=longest)
+        (found,) = evaluate_answers([str(model)], asked)
         for row in found["rows"]:
             pairs = row.pop("scores").values()  # in the order of the file; as few characters as they need
             row["exact_each"] = "".join(str(int(exact)) for exact, _ in pairs)

@@ -11,6 +11,7 @@ first 15,000 tokens of each validation document.
 import argparse
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from carryforward.evaluating import evaluate
 from carryforward.extending import extend
 from carryforward.insertion import architecture_of
 from carryforward.loading import load_config
+from carryforward.settings import EvaluateSettings
 from carryforward.table import markdown_table
 
 HERE = Path(__file__).parent
@@ -47,8 +49,10 @@ def main() -> None:
 def run(setting: str, model: str, books: str) -> None:
     out = HERE / "results" / setting
     gpu = torch.cuda.is_available()
-    common = {"split": "validation", "max_document_tokens": TOKENS, "bf16": gpu, "batch_size": 50 if gpu else 8}
-    found = [evaluate(model, books, window=WINDOW, overlaps=OVERLAPS, **common)]
+    settings = EvaluateSettings(
+        books, "validation", max_document_tokens=TOKENS, bf16=gpu, batch_size=50 if gpu else 8, overlap=(0,)
+    )
+    found = [evaluate(model, replace(settings, window=WINDOW, overlap=OVERLAPS))]
     found[0]["model"]["name"] = "plain"
     shutil.rmtree(out, ignore_errors=True)  # model and books are what they should be: what was there is superseded
     report.save(found, out)
@@ -61,7 +65,7 @@ def run(setting: str, model: str, books: str) -> None:
         folder = WORK / f"{setting}-{kept}-{sinks}"
         shutil.rmtree(folder, ignore_errors=True)
         extend(model, folder, data=books, window=WINDOW, kept=kept, sinks=sinks)
-        found.append(evaluate(str(folder), books, overlaps=(0,), **common))
+        found.append(evaluate(str(folder), settings))
         found[-1]["model"]["name"] = name
         report.save(found, out)
 

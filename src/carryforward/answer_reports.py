@@ -19,59 +19,41 @@ import torch
 
 from . import console
 from .answer_scores import percent, score_all
-from .answering import MAX_TOKENS, Found, answer_all, ask
+from .answering import Found, answer_all, ask
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
 from .files import name_of, write_whole
 from .loading import Loaded, describe_finder, load_finder
 from .provenance import provenance
+from .settings import AnswerSettings
 from .table import markdown_table
 
 
 def evaluate_answers(
-    names: Sequence[str],
-    data: Path,
-    *,
-    out: Path | None = None,
-    join_words: int | None = None,
-    max_questions: int | None = None,
-    control: bool = True,
-    window: int | None = None,
-    overlap: int | None = None,
-    max_answer_tokens: int = MAX_TOKENS,
-    allow_none: bool | None = None,
-    batch_size: int = 8,
-    bf16: bool = False,
-    seed: int = 0,
-    device: str | None = None,
+    names: Sequence[str], settings: AnswerSettings, *, out: Path | None = None, device: str | None = None
 ) -> list[dict[str, Any]]:
-    """Score models on the questions of a file; results and predictions are written to `out`.
-
-    Args:
-        join_words: join passages to documents of about so many words first, with this seed.
-        control: score recurrent models without their state as well.
-        allow_none: whether that there is no answer may be the answer; by default if some question has none.
-    """
+    """Score models on the questions of a file; results and predictions are written to `out`. That there is no answer
+    may be the answer if some question has none."""
+    data, window = Path(settings.data), settings.window
     questions = read_questions(data)
-    questions = join_passages(questions, join_words, seed=seed) if join_words else questions
-    questions = questions[:max_questions]
-    if allow_none is None:
-        allow_none = any(question.kind == "none" for question in questions)
+    if settings.join_words is not None:
+        questions = join_passages(questions, settings.join_words, seed=settings.seed)
+    questions = questions[: settings.max_questions]
     about = _about(questions, data.name)
     if about["unaligned"]:
         told = f"{about['unaligned']:,} of {len(questions):,} answers are not in their documents"
         console.note(f"{told}; they are scored all the same.")
-    settings = {"overlap": overlap, "max_answer_tokens": max_answer_tokens, "allow_none": allow_none,
-                "batch_size": batch_size}  # fmt: skip
+    how = {name: getattr(settings, name) for name in ("overlap", "max_answer_tokens", "batch_size")}
+    how["allow_none"] = any(question.kind == "none" for question in questions)
     for name in names:
         describe_finder(name, window=window)
     results = []
     for name in names:
         loaded = load_finder(name, window=window, device=device)
-        how = {"join_words": join_words, **settings, "bf16": bf16}
-        stem = name_of((name, data.name.partition(".")[0]), (about, how, seed, window))
+        noted = {"join_words": settings.join_words, **how, "bf16": settings.bf16}
+        stem = name_of((name, data.name.partition(".")[0]), (about, noted, settings.seed, window))
         rows = []
-        for use_state, found, seconds in _answers(loaded, questions, settings, control, bf16):
+        for use_state, found, seconds in _answers(loaded, questions, how, settings):
             rows.append({"use_state": use_state, **_scored(questions, found), "seconds": seconds})
             if out is not None:
                 ending = "" if use_state or loaded.untrained else "-without-state"
@@ -82,8 +64,8 @@ def evaluate_answers(
             {
                 "kind": "answers",
                 **provenance(str(model.device)),
-                "seed": seed,
-                "settings": how,
+                "seed": settings.seed,
+                "settings": noted,
                 "model": {"name": name, "recurrent": not loaded.untrained, "window": model.config.recurrence.window},
                 "data": about,
                 "rows": rows,
@@ -105,19 +87,19 @@ def _about(questions: Sequence[Question], name: str) -> dict[str, Any]:
 
 
 def _answers(
-    loaded: Loaded, questions: Sequence[Question], settings: dict[str, Any], control: bool, bf16: bool
+    loaded: Loaded, questions: Sequence[Question], how: dict[str, Any], settings: AnswerSettings
 ) -> Iterator[tuple[bool, list[Found], float]]:
     """A model's answers with its state and, as a control, without, whichever it can give; and how long it took."""
     model: Any = loaded.model
-    asked = ask(model, questions, loaded.tokenizer, overlap=settings["overlap"])
+    asked = ask(model, questions, loaded.tokenizer, overlap=settings.overlap)
     tokens = sum(len(one.ids) for one in asked)
-    for use_state in [False] if loaded.untrained else [True, False] if control else [True]:
+    for use_state in [False] if loaded.untrained else [True, False] if settings.control else [True]:
         begun = time.monotonic()
         with (
             console.Bar(f"{loaded.name}{'' if use_state else ', without state'}", tokens, "tokens") as bar,
-            torch.autocast(model.device.type, torch.bfloat16, enabled=bf16),
+            torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16),
         ):
-            found = answer_all(model, asked, use_state=use_state, progress=bar.advance, **settings)
+            found = answer_all(model, asked, use_state=use_state, progress=bar.advance, **how)
         yield use_state, [answers[0] for answers in found], time.monotonic() - begun
 
 

@@ -19,7 +19,15 @@ from .cli_seeing import samples, topics
 from .data.corpora import PYTHON_DOCS
 from .options import options, spread
 from .plainly import Config, Device, Json, ReportTo, RunFolder, only_cpu, told_plainly
-from .settings import BUNDLED, TrainSettings
+from .settings import (
+    BUNDLED,
+    NO_STATE,
+    TEXT_FIELD,
+    EmbedSettings,
+    EvaluateSettings,
+    HorizonSettings,
+    TrainSettings,
+)
 
 app = typer.Typer(
     name="carryforward",
@@ -58,12 +66,6 @@ def _show(piece: str) -> None:
     """Text as it is written."""
     typer.echo(piece, nl=False)
     sys.stdout.flush()
-
-
-Data = Annotated[
-    str, typer.Option(help="wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl, a Hub name, or python-docs.")
-]
-TextField = Annotated[str, typer.Option(help="The field that holds the text, in JSON lines and Hub data.")]
 
 
 @app.command()
@@ -113,7 +115,7 @@ def add(
     data: Annotated[
         str, typer.Option(help="Text in the model's language, from which one with learned positions learns their part.")
     ] = PYTHON_DOCS,
-    text_field: TextField = "text",
+    text_field: Annotated[str, typer.Option(help=TEXT_FIELD)] = "text",
     as_json: Json = False,
 ) -> None:
     """Let a model read on over window borders, without training: texts of any length."""
@@ -126,24 +128,15 @@ def add(
 
 
 @app.command()
+@options(EvaluateSettings)
 def evaluate(
+    settings: EvaluateSettings,
     models: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="Runs, folders, Hub names; bundled by default.")
     ] = None,
-    data: Data = PYTHON_DOCS,
-    config: Config = None,
-    split: Annotated[str | None, typer.Option(help="train, validation or test; test, or all of a single text.")] = None,
-    overlap: Annotated[list[int] | None, typer.Option(help="One or several; the trained one by default.")] = None,
-    window: Annotated[int | None, typer.Option(help="For plain models; all their positions by default.")] = None,
-    control: Annotated[bool, typer.Option(help="Score recurrent models without their state as well.")] = True,
-    reset_every: Annotated[int | None, typer.Option(help="Empty the state every so many windows.")] = None,
-    text_field: TextField = "text",
-    checksums: Annotated[Path | None, typer.Option(help="Folder of PG-19's published checksums.")] = None,
-    max_document_tokens: Annotated[int | None, typer.Option(help="Score the first so many of each document.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Documents read side by side.")] = 8,
-    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
-    device: Device = None,
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for JSON, table, CSV and figure.")] = None,
+    config: Config = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity against overlap and FLOPs, with the state removed as a control."""
@@ -152,54 +145,41 @@ def evaluate(
         from .evaluating import check
         from .evaluating import evaluate as evaluate_one
 
-        names, overlaps = models or [BUNDLED], tuple(overlap or ())
+        names = models or [BUNDLED]
         if out is not None:  # or hours of work would have nowhere to go
             out.mkdir(parents=True, exist_ok=True)
         for name in names if len(names) > 1 else ():  # a single one is looked at soon enough
-            check(name, overlaps=overlaps, window=window)
+            check(name, settings)
         results = []
         for name in names:
-            results.append(
-                evaluate_one(
-                    name, data, split=split, overlaps=overlaps, window=window, control=control,
-                    reset_every=reset_every, text_field=text_field, checksums=checksums,
-                    max_document_tokens=max_document_tokens, batch_size=batch_size, bf16=bf16, device=device,
-                )
-            )  # fmt: skip
+            results.append(evaluate_one(name, settings, device=device))
             if out is not None:  # after each: the next may fail
                 report.save(results, out)
         typer.echo(json.dumps(results) if as_json else report.markdown(results))
 
 
 @app.command()
+@options(HorizonSettings)
 def horizon(
+    settings: HorizonSettings,
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Recurrent ones: runs, folders, Hub names.")],
-    data: Data = PYTHON_DOCS,
-    split: Annotated[str | None, typer.Option(help="train, validation or test; validation, or all of a text.")] = None,
-    depth: Annotated[list[int] | None, typer.Option(help="Windows back, several; 0 1 2 4 8 by default.")] = None,
-    text_field: TextField = "text",
-    max_document_tokens: Annotated[int | None, typer.Option(help="The first so many tokens of each document.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Documents read side by side.")] = 8,
-    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
-    device: Device = None,
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for JSON and figure.")] = None,
+    config: Config = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """How far back a state helps, where in a window, and how deep in a document."""
     with told_plainly():
         from . import horizon as job
+        from .loading import need_state
 
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         for name in models:
-            job.check(name)
+            need_state(name)
         results = []
         for name in models:
-            found = job.survey(
-                name, data, split=split, depths=tuple(depth or job.DEPTHS), text_field=text_field,
-                max_document_tokens=max_document_tokens, batch_size=batch_size, bf16=bf16, device=device,
-            )  # fmt: skip
-            results.append(found)
+            results.append(job.survey(name, settings, device=device))
             if out is not None:
                 job.write(results, out)
         typer.echo(json.dumps(results) if as_json else "\n\n".join(map(job.markdown, results)))
@@ -249,7 +229,7 @@ def generate(
     state_in: Annotated[Path | None, typer.Option(help="Go on from where --state-out stopped.")] = None,
     state_out: Annotated[Path | None, typer.Option(help="Where to keep the state of the whole text.")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")] = None,
-    state: Annotated[bool, typer.Option(help="--no-state removes the state: every window stands alone.")] = True,
+    state: Annotated[bool, typer.Option(help=NO_STATE)] = True,
     device: Device = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
@@ -277,21 +257,15 @@ def generate(
 
 
 @app.command()
+@options(EmbedSettings)
 def embed(
+    settings: EmbedSettings,
     model: Annotated[str, typer.Argument(help="A recurrent model, or a plain one, read in windows that stand alone.")],
     documents: Annotated[Path, typer.Argument(help="JSON lines, one document each.")],
     out: Annotated[
         Path, typer.Option(help="vectors.parquet, .npy or .safetensors. Interrupted, the same command goes on.")
     ],
-    what: Annotated[str, typer.Option(help="document, tokens or windows.")] = "document",
-    pooling: Annotated[str, typer.Option(help="A document's vector: mean of its tokens, or its last state.")] = "mean",
-    window: Annotated[int | None, typer.Option(help="For plain models: tokens read at once.")] = None,
-    overlap: Annotated[int | None, typer.Option(help="Tokens that consecutive windows share.")] = None,
-    state: Annotated[bool, typer.Option(help="--no-state removes the state: every window stands alone.")] = True,
-    text_field: TextField = "text",
-    id_field: Annotated[str, typer.Option(help="The field that holds a document's id.")] = "id",
-    on_error: Annotated[str, typer.Option(help="A line that cannot be read: stop or skip.")] = "stop",
-    batch_size: Annotated[int, typer.Option(help="Documents read side by side.")] = 8,
+    config: Config = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -299,10 +273,7 @@ def embed(
     with told_plainly():
         from .embedding_files import embed as embed_file
 
-        done = embed_file(
-            model, documents, out, output=what, pooling=pooling, window=window, overlap=overlap, use_state=state,
-            text_field=text_field, id_field=id_field, on_error=on_error, batch_size=batch_size, device=device,
-        )  # type: ignore[arg-type]  # fmt: skip
+        done = embed_file(model, documents, out, settings, device=device)
         told = f"{out}: {done['documents']:,} documents" + f", {len(done['skipped'])} lines skipped" * bool(
             done["skipped"]
         )
@@ -369,8 +340,7 @@ def reproduce(
     with told_plainly():
         from .reproduction import publishing, recipes, running, side_by_side
 
-        if device not in (None, "cpu"):
-            raise ValueError(f"--device {device}: cells run on the best device there is, or on cpu. Leave it out.")
+        use_cpu = only_cpu(device)
         recipe = recipes.read(recipes.path_of(experiments, what, setting), model=model, data=data)
         cells, folder = tuple(cell or ()), work / what / setting
         if jobs > 1 and not tables_only:
@@ -382,7 +352,7 @@ def reproduce(
             command = ["-m", "carryforward", "reproduce", what, *given, *flags, "--cell"]
             side_by_side.run_side_by_side({name: [*command, name] for name in names}, folder, jobs)
         elif not tables_only:
-            running.run(recipe, folder, labels=cells, test=test, keep_models=keep_models, use_cpu=device == "cpu")
+            running.run(recipe, folder, labels=cells, test=test, keep_models=keep_models, use_cpu=use_cpu)
         if not pages:
             return
         for page in publishing.publish(experiments):

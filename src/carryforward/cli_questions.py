@@ -11,17 +11,14 @@ import typer
 
 from .options import options
 from .plainly import Config, Device, Json, ReportTo, RunFolder, only_cpu, told_plainly
-from .settings import QuestionSettings
+from .settings import MAX_ANSWER_TOKENS, NO_STATE, AnswerSettings, QuestionSettings
 
 qa = typer.Typer(
     name="qa", help="Find answers in documents longer than the model.", no_args_is_help=True, add_completion=False
 )
 ASIDE = {"test": 5000, "validation": 1000}  # questions, where nothing is said
 _AROUND = 80  # characters shown beside an answer
-Overlap = Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")]
-Window = Annotated[int | None, typer.Option(help="For plain models; up to 512 tokens by default.")]
 Aside = Annotated[Path | None, typer.Option(dir_okay=False, help="File for questions that are set aside.")]
-Longest = Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")]
 
 
 @qa.command()
@@ -51,11 +48,11 @@ def answer(
     question: Annotated[str, typer.Option(help="What is asked.")],
     document: Annotated[str, typer.Option(help="A text file, or - for standard input.")],
     top_k: Annotated[int, typer.Option(min=1, help="How many answers.")] = 1,
-    max_answer_tokens: Longest = 30,
+    max_answer_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = MAX_ANSWER_TOKENS,
     allow_none: Annotated[bool, typer.Option("--allow-none", help="There may be no answer.")] = False,
-    window: Window = None,
-    overlap: Overlap = None,
-    state: Annotated[bool, typer.Option(help="--no-state removes the state: every window stands alone.")] = True,
+    window: Annotated[int | None, typer.Option(min=1, help="For plain models; up to 512 tokens by default.")] = None,
+    overlap: Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")] = None,
+    state: Annotated[bool, typer.Option(help=NO_STATE)] = True,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -88,21 +85,12 @@ def answer(
 
 
 @qa.command()
+@options(AnswerSettings)
 def evaluate(
+    settings: AnswerSettings,
     models: Annotated[list[str], typer.Argument(help="Runs, folders or Hub names.")],
-    data: Annotated[Path, typer.Option(help="HotpotQA's or SQuAD's JSON; .gz and .xz are read too.")],
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for results and predictions.")] = None,
-    join_words: Annotated[
-        int | None, typer.Option(min=1, help="First join passages to documents of about so many words.")
-    ] = None,
-    max_questions: Annotated[int | None, typer.Option(min=1, help="The first so many questions only.")] = None,
-    control: Annotated[bool, typer.Option(help="Score recurrent models without their state as well.")] = True,
-    max_answer_tokens: Longest = 30,
-    window: Window = None,
-    overlap: Overlap = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Questions answered side by side.")] = 8,
-    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16 mixed precision.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the joining.")] = 0,
+    config: Config = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -112,11 +100,7 @@ def evaluate(
 
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        results = answer_reports.evaluate_answers(
-            models, data, out=out, join_words=join_words, max_questions=max_questions, control=control,
-            window=window, overlap=overlap, max_answer_tokens=max_answer_tokens, batch_size=batch_size, bf16=bf16,
-            seed=seed, device=device,
-        )  # fmt: skip
+        results = answer_reports.evaluate_answers(models, settings, out=out, device=device)
         typer.echo(json.dumps(results) if as_json else answer_reports.markdown(results))
 
 

@@ -18,7 +18,7 @@ from .continuing import check_context, check_room, continue_greedily, draw, read
 from .data.corpora import open_corpus
 from .data.documents import tokenise
 from .files import written_whole
-from .loading import Loaded, fingerprint, load_causal, usable_device
+from .loading import Loaded, fingerprint, load_causal, need_state, usable_device
 from .settings import ContinuationSettings
 
 RECURRENT, REMOVED, PLAIN, TEXT = "recurrent", "state removed", "plain", "the text itself"
@@ -92,9 +92,8 @@ def continued(name: str, settings: ContinuationSettings, out: Path, *, device: s
 
 def _load(name: str, settings: ContinuationSettings) -> tuple[Loaded, Loaded | None]:
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
+    need_state(name)
     loaded = load_causal(name, dtype)
-    if not loaded.recurrent:
-        raise ValueError(f"{name} is a plain model: it has no state. Give a recurrent one, and this one as --plain.")
     if settings.plain is None:
         return loaded, None
     plain = load_causal(settings.plain, dtype)

@@ -16,7 +16,7 @@ from .console import note
 from .data import texts
 from .data.corpora import PYTHON_DOCS, open_corpus
 from .evaluating import evaluate
-from .settings import BUNDLED, TrainSettings
+from .settings import BUNDLED, EvaluateSettings, TrainSettings
 from .training import train
 
 OVERLAPS = (0, 5, 10, 30, 50)
@@ -61,10 +61,8 @@ def demo(
     note("\n2. The recurrent one.")
     train(_settings(data, effort, seed, recurrence=True), Path(recurrent))
     note(f"\n3. Both on {held_out} they have not seen, windows overlapping more and more.")
-    results = [
-        evaluate(name, data, split="test", overlaps=OVERLAPS, max_document_tokens=effort.read, batch_size=32, seed=seed)
-        for name in (plain, recurrent)
-    ]
+    asked = EvaluateSettings(data, "test", overlap=OVERLAPS, max_document_tokens=effort.read, batch_size=32)
+    results = [evaluate(name, asked, seed=seed) for name in (plain, recurrent)]
     report.save(results, out / "results")
     show(f"\n{report.markdown(results)}\n{_conclusion(results)}\n")
 

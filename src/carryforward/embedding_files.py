@@ -23,6 +23,7 @@ from .data.encoding import check_text
 from .embedding import TokenVectors, check_choices, encode, needs_state
 from .files import written_whole
 from .loading import fingerprint, load_recurrent
+from .settings import EmbedSettings
 
 FORMATS = (".parquet", ".npy", ".safetensors")
 DOCUMENTS_PER_PART = 64
@@ -51,48 +52,31 @@ class Chunk:
         return {name: value for name, value in vars(self).items() if name != "texts"}
 
 
-def embed(
-    name: str,
-    source: Path,
-    out: Path,
-    *,
-    output: str = "document",
-    pooling: str = "mean",
-    window: int | None = None,
-    overlap: int | None = None,
-    use_state: bool = True,
-    text_field: str = "text",
-    id_field: str = "id",
-    on_error: str = "stop",
-    batch_size: int = 8,
-    device: str | None = None,
-) -> dict[str, Any]:
+def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device: str | None = None) -> dict[str, Any]:
     """Embed every document of a JSON lines file. Gives back how many there were, and which lines were skipped.
 
     Args:
         name: a recurrent model, or a plain encoder, which is then read in windows that stand alone.
         out: .parquet takes everything; .npy and .safetensors document vectors, with ids in a .ids.json beside them.
-        output, pooling: as for `encode`.
-        on_error: what to do with a line that cannot be read: "stop" or "skip".
     """
+    output: Any = settings.what
     parts = out.with_name(out.name + ".parts")
-    _check(out, parts, output, pooling, on_error)
+    _check(out, parts, output, settings.pooling)
     if not source.is_file():
-        raise ValueError(f"{source} is not there: give a file of JSON lines with a {text_field!r} field.")
-    loaded = load_recurrent(name, window=window, device=device)
-    if loaded.untrained and needs_state(output, pooling):
+        raise ValueError(f"{source} is not there: give a file of JSON lines with a {settings.text_field!r} field.")
+    loaded = load_recurrent(name, window=settings.window, device=device)
+    if loaded.untrained and needs_state(output, settings.pooling):
         instead = "--what document or tokens" if output == "windows" else "--pooling mean"
         raise ValueError(f"{name} is a plain model: its recurrence is untrained, so it has no state. Use {instead}.")
-    arguments: dict[str, Any] = {"output": output, "pooling": pooling, "overlap": overlap, "batch_size": batch_size}
-    arguments["use_state"] = use_state and not loaded.untrained
+    arguments: dict[str, Any] = {"output": output, "use_state": settings.state and not loaded.untrained}
+    arguments |= {one: getattr(settings, one) for one in ("pooling", "overlap", "batch_size")}
     encode(loaded.model, [], loaded.tokenizer, **arguments)  # whatever it refuses, before a folder is made
-    settings = {
-        "model": name, "fingerprint": fingerprint(name), "output": output, "pooling": pooling, "window": window,
-        "overlap": overlap, "use_state": use_state, "text_field": text_field, "id_field": id_field,
-    }  # fmt: skip
-    done = _begin(parts, settings)
+    same = ("pooling", "window", "overlap", "text_field", "id_field")  # or parts of it would not go together
+    asked = {"model": name, "fingerprint": fingerprint(name), "output": output, "use_state": settings.state,
+             **{one: getattr(settings, one) for one in same}}  # fmt: skip
+    done = _begin(parts, asked)
     last = done[-1] if done else Chunk().note()
-    chunks = _chunks(source, last, text_field, id_field, on_error, CHARACTERS_PER_PART[output])
+    chunks = _chunks(source, last, settings, CHARACTERS_PER_PART[output])
     documents = sum(len(note["ids"]) for note in done)
     skipped = [number for note in done for number in note["skipped"]]
     with console.Bar(f"embedding {source.name}", source.stat().st_size, "bytes", done=last["bytes"]) as bar:
@@ -118,7 +102,7 @@ def _move(bar: console.Bar, begin: int, end: int, read: int, total: int) -> None
     bar.set(begin + (end - begin) * read // total)
 
 
-def _check(out: Path, parts: Path, output: str, pooling: str, on_error: str) -> None:
+def _check(out: Path, parts: Path, output: str, pooling: str) -> None:
     check_choices(output, pooling)
     if out.suffix not in FORMATS:
         raise ValueError(f"--out {out}: the name must end in {', '.join(FORMATS)}.")
@@ -128,8 +112,6 @@ def _check(out: Path, parts: Path, output: str, pooling: str, on_error: str) -> 
         raise ValueError(f"--out {out} exists already. Use another name, or delete it.")
     if out.suffix != ".parquet" and _ids_file(out).exists() and not parts.exists():  # else a stopped run wrote it
         raise ValueError(f"--out {out}: {_ids_file(out)} exists already. Use another name, or delete it.")
-    if on_error not in ("stop", "skip"):
-        raise ValueError(f"--on-error {on_error}: it must be stop or skip.")
     if out.suffix == ".parquet":
         _pyarrow()
 
@@ -150,9 +132,7 @@ def _pyarrow() -> Any:
 # --- lines in ------------------------------------------------------------------------------------------------------
 
 
-def _chunks(
-    source: Path, done: dict[str, Any], text_field: str, id_field: str, on_error: str, characters: int
-) -> Iterator[Chunk]:
+def _chunks(source: Path, done: dict[str, Any], settings: EmbedSettings, characters: int) -> Iterator[Chunk]:
     """Documents to embed together, from where an earlier run stopped."""
     number, size, length = done["lines"], done["bytes"], 0
     chunk = Chunk()
@@ -169,9 +149,9 @@ def _chunks(
             if not raw.strip():
                 continue
             try:
-                document, text = _parse(raw, number, text_field, id_field)
+                document, text = _parse(raw, number, settings.text_field, settings.id_field)
             except ValueError as error:
-                if on_error == "stop":
+                if settings.on_error == "stop":
                     raise ValueError(f"{source}, line {number}: {error} Mend it, or use --on-error skip.") from error
                 console.note(f"{source}, line {number} is skipped: {error}")
                 chunk.skipped.append(number)

@@ -18,72 +18,51 @@ from . import checks, console, windows
 from .adding import add_recurrence
 from .configuration import RecurrentModelConfig
 from .data.corpora import open_corpus, usual_split
-from .data.documents import tokenise
+from .data.documents import Documents, tokenise
 from .evaluation import Perplexity, check_positions, perplexity
 from .flops import flops_per_token
 from .insertion import is_supported, positions_of
-from .loading import Loaded, describe_causal, load_causal, usable_device
+from .loading import Loaded, check_window, describe_causal, load_causal, usable_device
 from .modeling import RecurrentPreTrainedModel
 from .provenance import provenance
 from .replay import FastPath
+from .settings import EvaluateSettings
 
 _AT_ONCE = 1024  # a plain model with more positions must be told how many to use
 
 
 def evaluate(
-    name: str,
-    data: str,
-    *,
-    split: str | None = None,
-    overlaps: tuple[int, ...] = (),
-    window: int | None = None,
-    control: bool = True,
-    reset_every: int | None = None,
-    text_field: str = "text",
-    checksums: Path | None = None,
-    max_document_tokens: int | None = None,
-    batch_size: int = 8,
-    bf16: bool = False,
-    device: str | None = None,
-    fast_path: FastPath = "auto",
-    seed: int = 0,
+    name: str, settings: EvaluateSettings, *, device: str | None = None, fast_path: FastPath = "auto", seed: int = 0
 ) -> dict[str, Any]:
     """Perplexity of a model at each overlap, beside what it costs and, for a recurrent one, what the state is worth.
 
     Args:
-        split: by default the test split, or all of a single text.
-        overlaps: by default the one the model was trained at.
-        window: for a plain model; by default the one it was trained with.
-        control: score a recurrent model without its state as well.
         fast_path: how windows are run on a GPU; "compiled" pays for millions of tokens.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("evaluate runs in one process: start it without torchrun.")
     device = usable_device(device)
-    split = usual_split(data, "test") if split is None else split
+    split = usual_split(settings.data, "test") if settings.split is None else settings.split
     torch.manual_seed(seed)  # nothing here is random; said in the result all the same
     loaded = load_causal(name)
-    window, trained = _reading(name, loaded.model.config, loaded.run, window)
-    corpus = open_corpus(data, split, text_field=text_field, checksums=checksums)
-    documents = tokenise(corpus, loaded.tokenizer, max_tokens=max_document_tokens)
+    window, trained = _reading(name, loaded.model.config, loaded.run, settings.window)
+    documents = _documents(settings, split, loaded.tokenizer)
     targets = int((documents.lengths - 1).clip(min=0).sum())
-    if not targets:
-        raise ValueError(f"{data}, split {split!r}: no document has a second token to predict. Give longer documents.")
     reader = _reader(loaded, window).to(device)  # type: ignore[arg-type]
     if isinstance(reader, RecurrentPreTrainedModel):
         reader.fast_path = fast_path
-    overlaps = overlaps or (trained or 0,)
+    overlaps = settings.overlap or (trained or 0,)
     runs = [(overlap, True) for overlap in overlaps]
-    if loaded.recurrent and control:
+    if loaded.recurrent and settings.control:
         runs += [(overlap, False) for overlap in overlaps]
     rows = []
     with console.Bar(f"evaluating {name}", len(runs) * targets, "tokens") as bar:
         for overlap, use_state in runs:
             begun = time.perf_counter()
-            with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bf16):
+            with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=settings.bf16):
                 score = perplexity(
                     reader, documents, overlap=overlap, window=window, use_state=use_state and loaded.recurrent,
-                    reset_every=reset_every, batch_size=batch_size, progress=bar.advance,
+                    reset_every=settings.reset_every, batch_size=settings.batch_size, progress=bar.advance,
                 )  # fmt: skip
             if not math.isfinite(score.nats):
                 raise ArithmeticError(
@@ -94,27 +73,37 @@ def evaluate(
                     "untrained_overlap": loaded.recurrent and overlap != trained}  # fmt: skip
             cost = {"flops": _flops(loaded, window, overlap, use_state), "seconds": time.perf_counter() - begun}
             rows.append({**told, **dataclasses.asdict(score), **_ratios(score), **cost})
-    settings = {"batch_size": batch_size, "bf16": bf16, "reset_every": reset_every}
     return {
         "kind": "evaluation",
         **provenance(device),
         "seed": seed,
-        "settings": settings,
+        "settings": {one: getattr(settings, one) for one in ("batch_size", "bf16", "reset_every")},
         "model": _about_model(loaded, window, trained),
         "data": documents.about(),
         "rows": rows,
     }
 
 
-def check(name: str, *, overlaps: tuple[int, ...] = (), window: int | None = None) -> None:
+def check(name: str, settings: EvaluateSettings) -> None:
     """Refuse a model that cannot be evaluated so, by its config alone: before others are scored for hours."""
     config, run = describe_causal(name)
-    window, _ = _reading(name, config, run, window)
-    for overlap in overlaps:
+    window, _ = _reading(name, config, run, settings.window)
+    for overlap in settings.overlap or ():
         if isinstance(config, RecurrentModelConfig):
             checks.overlap(config, overlap)
         else:
             windows.check(window, overlap)
+
+
+def _documents(settings: EvaluateSettings, split: str, tokenizer: Any) -> Documents:
+    checksums = None if settings.checksums is None else Path(settings.checksums)
+    corpus = open_corpus(settings.data, split, text_field=settings.text_field, checksums=checksums)
+    documents = tokenise(corpus, tokenizer, max_tokens=settings.max_document_tokens)
+    if not (documents.lengths > 1).any():
+        raise ValueError(
+            f"{settings.data}, split {split!r}: no document has a second token to predict. Give longer documents."
+        )
+    return documents
 
 
 def _flops(loaded: Loaded, window: int, overlap: int, use_state: bool) -> dict[str, float | None]:
@@ -143,8 +132,7 @@ def _reading(
     """The window, and the overlap a recurrent model was trained at."""
     if isinstance(config, RecurrentModelConfig):
         recurrence = config.recurrence
-        if window not in (None, recurrence.window):
-            raise ValueError(f"--window {window}: {name} reads {recurrence.window} tokens at once. Leave it out.")
+        check_window(name, config, window)
         return recurrence.window, recurrence.overlap
     if window is None and run is not None:
         window = run.get("circumstances", {}).get("window") or run["settings"].get("window") or 300

@@ -18,50 +18,37 @@ import numpy as np
 import torch
 
 from . import console, windows
-from .configuration import RecurrentModelConfig
 from .data.corpora import open_corpus, usual_split
 from .data.documents import tokenise
 from .figure import COLOURS, dress, empty, left_out, save
 from .files import write_whole
-from .loading import describe_causal, load_causal, usable_device
+from .loading import load_causal, need_state, usable_device
 from .provenance import provenance
 from .scoring import deep_windows, horizon, token_losses
+from .settings import HorizonSettings
 from .table import markdown_table
 
-DEPTHS = (0, 1, 2, 4, 8)
 _POSITIONS = 30  # points of the figure
 _WINDOWS = (1, 2, *(2**power + 1 for power in range(1, 31)))  # each stretch as long as all before it
 
 
-def survey(
-    name: str,
-    data: str,
-    *,
-    split: str | None = None,
-    depths: tuple[int, ...] = DEPTHS,
-    text_field: str = "text",
-    max_document_tokens: int | None = None,
-    batch_size: int = 8,
-    bf16: bool = False,
-    device: str | None = None,
-) -> dict[str, Any]:
+def survey(name: str, settings: HorizonSettings, *, device: str | None = None) -> dict[str, Any]:
     """Measure a recurrent model's state on a corpus."""
-    check(name)
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1.")
+    need_state(name)
     device = usable_device(device)
     loaded = load_causal(name)
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
-    depths = tuple(sorted({0, *depths}))
-    corpus = open_corpus(data, split or usual_split(data, "validation"), text_field=text_field)
-    documents = tokenise(corpus, loaded.tokenizer, max_tokens=max_document_tokens)
+    depths = tuple(sorted({0, *settings.depth}))
+    split = settings.split or usual_split(settings.data, "validation")
+    corpus = open_corpus(settings.data, split, text_field=settings.text_field)
+    documents = tokenise(corpus, loaded.tokenizer, max_tokens=settings.max_document_tokens)
     ends, stride = deep_windows(model, documents, depths)
     total = len(depths) * len(ends) * stride + 2 * int((documents.lengths - 1).clip(min=0).sum())
     with (
         console.Bar(f"measuring {name}", total, "tokens") as bar,
-        torch.autocast(device.split(":")[0], torch.bfloat16, enabled=bf16),
+        torch.autocast(device.split(":")[0], torch.bfloat16, enabled=settings.bf16),
     ):
-        shared: dict[str, Any] = {"batch_size": batch_size, "progress": bar.advance}
+        shared: dict[str, Any] = {"batch_size": settings.batch_size, "progress": bar.advance}
         nats, tokens = horizon(model, documents, depths, **shared)
         with_state, without = (token_losses(model, documents, use_state=use, **shared) for use in (True, False))
     gains = [a - b for a, b in zip(without, with_state, strict=True)]
@@ -69,7 +56,7 @@ def survey(
     return {
         "kind": "horizon",
         **provenance(device),
-        "settings": {"batch_size": batch_size, "bf16": bf16},
+        "settings": {"batch_size": settings.batch_size, "bf16": settings.bf16},
         "model": name,
         "window": recurrence.window,
         "overlap": recurrence.overlap,
@@ -78,13 +65,6 @@ def survey(
         "tokens": tokens,
         **_where(gains, recurrence.window, recurrence.overlap),
     }  # fmt: skip
-
-
-def check(name: str) -> None:
-    """Refuse a model that has no state, by its config alone."""
-    config, _ = describe_causal(name)
-    if not isinstance(config, RecurrentModelConfig):
-        raise ValueError(f"{name} is a plain model: it has no state to measure.")
 
 
 def _where(gains: list[np.ndarray], window: int, overlap: int) -> dict[str, list[dict[str, Any]]]:

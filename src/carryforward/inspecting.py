@@ -9,7 +9,7 @@ from .data import texts
 from .data.encoding import Encoder
 from .files import write_whole
 from .inspection import inspect, summary
-from .loading import load_causal, usable_device
+from .loading import load_causal, need_state, usable_device
 from .page import page
 from .provenance import provenance
 
@@ -38,12 +38,8 @@ def write_page(
         raise ValueError(f"--max-tokens {max_tokens}: it must be at least 1.")
     title, text = _read(source)
     device = usable_device(device)
+    need_state(name)
     loaded = load_causal(name)
-    if not loaded.recurrent:
-        raise ValueError(
-            f"{name} is a plain model: it has no state to look at. Make it recurrent with `carryforward add` or "
-            "`carryforward train`."
-        )
     out.absolute().parent.mkdir(parents=True, exist_ok=True)  # or what was read would have nowhere to go
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
     encoder = Encoder(loaded.tokenizer, max_tokens)

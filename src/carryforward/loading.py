@@ -34,7 +34,7 @@ RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
 
 @dataclass
 class Loaded:
-    """A causal language model with its tokenizer.
+    """A model with its tokenizer.
 
     Attributes:
         run: the record of the training run it comes from, if it comes from one.
@@ -93,8 +93,7 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
     """Load a recurrent model with the head it was saved with; a plain model without its head, made recurrent."""
     config, tokenizer = load_config(name), load_tokenizer(name)
     if isinstance(config, RecurrentModelConfig):
-        if window not in (None, config.recurrence.window):
-            raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
+        check_window(name, config, window)
         cls = registration.classes()[config.architectures[0]]  # type: ignore[index]
         model = load_model(cls.from_pretrained, name, dtype=torch.float32)
         loaded = Loaded(name, model, tokenizer, _run_of(name))
@@ -105,6 +104,21 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
         loaded = Loaded(name, model, tokenizer, untrained=True)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
+
+
+def check_window(name: str, config: RecurrentModelConfig, window: int | None) -> None:
+    """Refuse another window than a recurrent model's own."""
+    if window not in (None, config.recurrence.window):
+        raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} tokens at once. Leave it out.")
+
+
+def need_state(name: str) -> None:
+    """Refuse a causal model that has no state, by its config alone."""
+    if not isinstance(describe_causal(name)[0], RecurrentModelConfig):
+        raise ValueError(
+            f"{name} is a plain model: it has no state. Make it recurrent with `carryforward add` or "
+            "`carryforward train`."
+        )
 
 
 def load_finder(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
@@ -127,8 +141,7 @@ def describe_finder(name: str, *, window: int | None = None) -> PreTrainedConfig
         if config.architectures != [RecurrentForQuestionAnswering.__name__]:
             head = ", ".join(config.architectures or ["model without a head"])
             raise ValueError(f"{name} is a {head}, which finds no answers. Train an encoder: `carryforward qa train`.")
-        if window not in (None, config.recurrence.window):
-            raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} at once. Leave it out.")
+        check_window(name, config, window)
     elif architecture_of(config).answer is None:
         raise ValueError(f"{name} is causal ({config.model_type}): answers are found by encoders.")
     elif not any("ForQuestionAnswering" in one for one in config.architectures or []):

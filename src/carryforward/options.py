@@ -110,8 +110,7 @@ def options(settings: type) -> Callable[[Callable], Callable]:
             command(made, **given)
 
         rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in list(own.values())[1:]]
-        required = [option for option in options if option.default is inspect.Parameter.empty]
-        ordered = [*required, *rest, *(option for option in options if option not in required)]
+        ordered = [*options, *rest]
         run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
         return run
@@ -122,6 +121,7 @@ def options(settings: type) -> Callable[[Callable], Callable]:
 # the command line has lists where settings have tuples
 _LISTS: dict[Any, Any] = {
     tuple[float, ...]: list[float],
+    tuple[int, ...]: list[int],
     tuple[int, ...] | None: list[int] | None,
     tuple[str, ...] | None: list[str] | None,
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainings can be told, once: the command line, a run's record and the job all read this.
+"""What commands can be told, once: the command line, a run's record and the job all read this.
 
 Nothing heavy is imported here, so that `--help` answers at once.
 """
@@ -14,10 +14,16 @@ from .data.corpora import PYTHON_DOCS
 FAST_PATHS = ("auto", "compiled", "off")
 PRESETS = ("paper", "kept")  # of `RecurrenceConfig`
 BUNDLED = "bundled"  # the model that comes with the package
+MAX_ANSWER_TOKENS = 30
+# what several commands say of an option
+NO_STATE = "--no-state removes the state: every window stands alone."
+_QUESTIONS = "HotpotQA's or SQuAD's JSON, or rows of it; .gz and .xz are read too."
+_CORPUS = "wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl, a Hub name, or python-docs."
+TEXT_FIELD = "The field that holds the text, in JSON lines and Hub data."
 _RECURRENCE = "Recurrence (the paper's by default)"
 
 
-def _setting(default: Any, help: str, panel: str | None) -> Any:
+def _setting(default: Any, help: str, panel: str | None = None) -> Any:
     return field(default=default, metadata={"help": help, "panel": panel})
 
 
@@ -38,12 +44,8 @@ class RecurrentSettings:
     """What every training can be told: a model, data, and a recurrence. None leaves a choice to the model or the
     paper."""
 
-    model: str = _setting(
-        BUNDLED, "A Hub name, a folder, a .gguf file, or bundled, which comes with the package.", None
-    )
-    data: str = _setting(
-        PYTHON_DOCS, "wikitext-103, pg19, NAME=FOLDER, a folder of .txt, a .jsonl, a Hub name, or python-docs.", None
-    )
+    model: str = _setting(BUNDLED, "A Hub name, a folder, a .gguf file, or bundled, which comes with the package.")
+    data: str = _setting(PYTHON_DOCS, _CORPUS)
 
     recurrence: bool = _recurrence(True, "--no-recurrence trains the plain model in the same loop.")
     preset: str | None = _recurrence(None, "paper, or kept: keys and values of half a window, which gains more.")
@@ -86,7 +88,7 @@ class TrainSettings(RecurrentSettings):
 
     validation_data: str | None = _data(None, "Take validation text from elsewhere.")
     validation: bool = _data(True, "Validate while training, and keep the best.")
-    text_field: str = _data("text", "The field that holds the text, in JSON lines and Hub data.")
+    text_field: str = _data("text", TEXT_FIELD)
     checksums: str | None = _data(None, "Folder of PG-19's published checksums, to check its books against.")
     max_document_tokens: int | None = _data(None, "Train on the first so many tokens of each document.")
     max_validation_tokens: int | None = _data(None, "Validate on the first so many tokens of each document.")
@@ -160,10 +162,8 @@ def _layers(given: tuple[str, ...]) -> tuple[int, ...] | int | str:
 class QuestionSettings(RecurrentSettings):
     """Everything that decides what `carryforward qa train` makes."""
 
-    model: str = _setting(MISSING, "An encoder: a Hub name or a folder; with a question-answering head, or none.", None)
-    data: str = _setting(
-        MISSING, "Questions: HotpotQA's or SQuAD's JSON, or rows of it; .gz and .xz are read too.", None
-    )
+    model: str = _setting(MISSING, "An encoder: a Hub name or a folder; with a question-answering head, or none.")
+    data: str = _setting(MISSING, f"Questions: {_QUESTIONS}")
     window: int | None = _recurrence(None, "Tokens read at once (512, or as many as the model has positions for).")
     pooled_layers: str | None = _recurrence(None, "all, last, or below (last).")
     hidden_sizes: tuple[int, ...] | None = _recurrence(None, "Hidden layers of the module (one, the model's width).")
@@ -193,6 +193,94 @@ class QuestionSettings(RecurrentSettings):
         self.recurrence_fields()
 
 
+@dataclass(frozen=True)
+class CorpusSettings:
+    """Text that is read, and not trained on."""
+
+    data: str = _setting(PYTHON_DOCS, _CORPUS)
+    split: str | None = _setting(None, "train, validation or test; validation, or all of a single text.")
+    text_field: str = _setting("text", TEXT_FIELD)
+
+
+@dataclass(frozen=True)
+class ScoringSettings(CorpusSettings):
+    """Whole documents that are scored."""
+
+    max_document_tokens: int | None = _setting(None, "The first so many tokens of each document.")
+    batch_size: int = _setting(8, "Documents read side by side.")
+    bf16: bool = _setting(False, "bfloat16 mixed precision.")
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "max_document_tokens", "batch_size")
+
+
+@dataclass(frozen=True)
+class EvaluateSettings(ScoringSettings):
+    """What `carryforward evaluate` measures. None is what a model was trained at, or else as much as it can read."""
+
+    split: str | None = _setting(None, "train, validation or test; test, or all of a single text.")
+    overlap: tuple[int, ...] | None = _setting(None, "One or several; the trained one by default.")
+    window: int | None = _setting(None, "For plain models; all their positions by default.")
+    control: bool = _setting(True, "Score recurrent models without their state as well.")
+    reset_every: int | None = _setting(None, "Empty the state every so many windows.")
+    checksums: str | None = _setting(None, "Folder of PG-19's published checksums.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(1, self, "window", "reset_every")
+
+
+@dataclass(frozen=True)
+class HorizonSettings(ScoringSettings):
+    """What `carryforward horizon` measures."""
+
+    depth: tuple[int, ...] = _setting((0, 1, 2, 4, 8), "Windows back, several.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(depth < 0 for depth in self.depth):
+            raise ValueError(f"--depth {' '.join(map(str, self.depth))}: windows are counted from 0.")
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """What `carryforward qa evaluate` measures."""
+
+    data: str = _setting(MISSING, _QUESTIONS)
+    join_words: int | None = _setting(None, "First join passages to documents of about so many words.")
+    max_questions: int | None = _setting(None, "The first so many questions only.")
+    control: bool = _setting(True, "Score recurrent models without their state as well.")
+    max_answer_tokens: int = _setting(MAX_ANSWER_TOKENS, "The longest answer, in tokens.")
+    window: int | None = _setting(None, "For plain models; up to 512 tokens by default.")
+    overlap: int | None = _setting(None, "Tokens that windows share; the trained one by default.")
+    batch_size: int = _setting(8, "Questions answered side by side.")
+    bf16: bool = _setting(False, "bfloat16 mixed precision.")
+    seed: int = _setting(0, "Of the joining.")
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "join_words", "max_questions", "max_answer_tokens", "window", "batch_size")
+
+
+@dataclass(frozen=True)
+class EmbedSettings:
+    """Which vectors `carryforward embed` makes, and of what."""
+
+    what: str = _setting("document", "document, tokens or windows.")
+    pooling: str = _setting("mean", "A document's vector: mean of its tokens, or its last state.")
+    window: int | None = _setting(None, "For plain models: tokens read at once.")
+    overlap: int | None = _setting(None, "Tokens that consecutive windows share.")
+    state: bool = _setting(True, NO_STATE)
+    text_field: str = _setting("text", TEXT_FIELD)
+    id_field: str = _setting("id", "The field that holds a document's id.")
+    on_error: str = _setting("stop", "A line that cannot be read: stop or skip.")
+    batch_size: int = _setting(8, "Documents read side by side.")
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "window", "batch_size")
+        if self.on_error not in ("stop", "skip"):
+            raise ValueError(f"--on-error {self.on_error}: it must be stop or skip.")
+
+
 def _context(default: Any, help: str) -> Any:
     return _setting(default, help, "Contexts and what is written after them (the paper's by default)")
 
@@ -202,15 +290,11 @@ def _topics(default: Any, help: str) -> Any:
 
 
 @dataclass(frozen=True)
-class ContinuationSettings:
+class ContinuationSettings(CorpusSettings):
     """Everything that decides what `carryforward topics` and `samples` show."""
 
-    data: str = _setting(
-        PYTHON_DOCS, "wikitext-103, pg19, NAME=FOLDER, a folder of .txt, a .jsonl, a Hub name, or python-docs.", None
-    )
-    split: str = _setting("validation", "Where contexts are drawn: train, validation or test.", None)
-    text_field: str = _setting("text", "The field that holds the text, in JSON lines and Hub data.", None)
-    plain: str | None = _setting(None, "A plain model to compare with; it is given one token.", None)
+    split: str = _setting("validation", "Where contexts are drawn: train, validation or test.")
+    plain: str | None = _setting(None, "A plain model to compare with; it is given one token.")
 
     contexts: int = _context(300, "How many; the paper has 8000.")
     context_tokens: int | None = _context(None, "Tokens of a context, which must end with a window (a window).")

@@ -13,6 +13,7 @@ from .. import console
 from ..evaluating import evaluate
 from ..finishing import free
 from ..loading import RUN_FILE
+from ..settings import EvaluateSettings
 from ..training import train
 from .recipes import Cell, Recipe
 from .results import asked, differing, identity, record_of, result_of, write
@@ -90,11 +91,11 @@ def _run(cell: Cell, lacking: list[str], model: Path, use_cpu: bool) -> None:
 
 
 def _score(cell: Cell, model: Path, text: str, use_cpu: bool) -> dict[str, Any]:
-    told = {"batch_size": cell.settings.batch_size, "data": cell.settings.data, **cell.texts[text]}
+    shared = {name: getattr(cell.settings, name) for name in ("batch_size", "data", "bf16")}
     found = evaluate(
-        str(model), told.pop("data"), overlaps=cell.overlaps, bf16=cell.settings.bf16,
+        str(model), EvaluateSettings(**{**shared, "overlap": cell.overlaps, **cell.texts[text]}),
         device="cpu" if use_cpu else None, fast_path=cell.settings.fast_path,  # type: ignore[arg-type]
-        seed=cell.settings.seed, **told,
+        seed=cell.settings.seed,
     )  # fmt: skip
     found["model"]["name"] = cell.label
     return found
