@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import lzma
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,11 @@ def test_compressed_files(tmp_path, suffix, opened):
     with opened(tmp_path / f"a.json{suffix}", "wt") as file:
         json.dump([HOTPOT], file)
     assert len(read_questions(tmp_path / f"a.json{suffix}")) == 1
+    (question,) = read_questions(write(tmp_path / "b.json", squad({"id": "1", "question": "?", "answers": []})))
+    write_questions([question], tmp_path / f"b.json{suffix}")
+    with opened(tmp_path / f"b.json{suffix}", "rt") as file:
+        assert json.load(file)["data"], "what is written so is compressed so"
+    assert read_questions(tmp_path / f"b.json{suffix}") == [question]
 
 
 @pytest.mark.parametrize(
@@ -102,14 +108,17 @@ def test_compressed_files(tmp_path, suffix, opened):
         ("{", "is no JSON: line 1, Expecting property name"),
         (json.dumps(HOTPOT) + "\n{", "is no JSON: line 2, Expecting property name"),
         (json.dumps([HOTPOT, HOTPOT]), "several questions have the id h"),
-        (json.dumps(squad({"id": "9", "question": "?", "answers": []}, context=None)), "question 9 lacks something"),
-        (json.dumps([{**HOTPOT, "context": 3}]), "question h lacks something"),
-        (json.dumps(squad({"id": "9", "answers": []})), "question 9 lacks something"),
-        (json.dumps([{**HOTPOT, "context": {"title": ["a", "b", "c"], "sentences": []}}]), "question h lacks"),
+        (json.dumps(squad({"id": "9", "question": "?", "answers": []}, context=None)), "question 9 has another form"),
+        (json.dumps([{**HOTPOT, "context": 3}]), "question h has another form"),
+        (json.dumps(squad({"id": "9", "answers": []})), "question 9 lacks 'question'"),
+        (json.dumps(squad({"id": "9", "question": "?"})), "question 9 lacks 'answers'"),
+        (json.dumps([{**HOTPOT, "context": {"title": ["a", "b", "c"], "sentences": []}}]), "question h has another"),
+        (json.dumps([{key: HOTPOT[key] for key in HOTPOT if key != "answer"}]), "a.json: the first row lacks 'answer'"),
+        (json.dumps([{"id": "9", "question": "?", "context": "a b"}]), "the first row lacks 'answer' or 'answers'"),
         (json.dumps([{"id": "9", "question": "?", "context": "a b", "answers": {"text": ["a"], "answer_start": []}}]),
-         "question 9 lacks something"),
+         "question 9 has another form"),
         (json.dumps(squad({"id": "9", "question": "?", "answers": [{"text": "a", "answer_start": "four"}]})),
-         "a.json: question 9 lacks something"),
+         "a.json: question 9 has another form"),
         (json.dumps(squad({"id": "9", "question": "?", "answers": [{"text": "a", "answer_start": 999}]})),
          "question 9: an answer begins at character 999 of a document that has 35"),
     ],
@@ -278,11 +287,14 @@ def test_stretches_of_the_same_characters_are_one_however_many(top_k):
     assert [one.probability for one in found] == pytest.approx([share for share, _ in expected][:top_k])
 
 
-def test_an_answer_keeps_the_accent_on_its_last_letter():
-    document = "Jose\u0301 came"  # a tokenizer that leaves accents out ends its token before it
+@pytest.mark.parametrize("word", ["Jose\u0301", "\u092e\u0947\u0902", "\u0e01\u0e34", "\u2764\ufe0f"])
+def test_an_answer_keeps_the_accent_on_its_last_letter(word):
+    """A tokenizer that leaves out accents, vowel signs and variants ends its token before them."""
+    last = len(unicodedata.normalize("NFD", word).rstrip("\u0301\u0947\u0902\u0e34\ufe0f"))
+    document, after = f"{word} came", len(word) + 1
     (found,) = best((torch.tensor([5.0, 0]), torch.tensor([5.0, 0]), torch.tensor([0.0, *[-torch.inf] * 3])),
-                    document, np.array([(0, 4), (6, 10)]))  # fmt: skip
-    assert (found.text, found.end) == ("Jose\u0301", 5)
+                    document, np.array([(0, last), (after, after + 4)]))  # fmt: skip
+    assert (found.text, found.end) == (word, len(word))
 
 
 @pytest.fixture(scope="module")
@@ -317,9 +329,9 @@ def test_an_answer_is_a_stretch_of_the_text(finder, tmp_path):
     assert cf.answer(again, "Who sat?", document, top_k=20) == found, "with the tokenizer that was saved beside it"
 
 
-def test_what_has_no_answer(finder):
+def test_what_has_no_answer(finder, tmp_path):
     model, tokenizer = finder
-    with pytest.raises(ValueError, match="document is empty"):
+    with pytest.raises(ValueError, match="document has no words"):
         cf.answer(model, "Who?", "", tokenizer)
     with pytest.raises(ValueError, match="question is empty"):
         cf.answer(model, "", "Text.", tokenizer)
@@ -329,8 +341,15 @@ def test_what_has_no_answer(finder):
         cf.answer(tiny.recurrent("bert"), "Who?", "Text.", tokenizer)
     with pytest.raises(ValueError, match="question is not Unicode"):
         cf.answer(model, "Who\ud800?", "Text.", tokenizer)
+    room = model.config.recurrence.window - 4  # of a question of one token
+    told = f"needs {room + 1} at an overlap of {room}. Ask a shorter one, overlap less, or"
+    with pytest.raises(ValueError, match=told):
+        cf.answer(model, "Who", "Text.", tokenizer, overlap=room)
     with pytest.raises(ValueError, match="tokenizer is missing"):
         cf.answer(model, "Who?", "Text.")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer is missing, and .* has none: give one"):
+        cf.answer(cf.RecurrentForQuestionAnswering.from_pretrained(tmp_path), "Who?", "Text.")
     ids = torch.ones(1, 9, dtype=torch.long)
     with pytest.raises(ValueError, match="question_ids holds the token id 999999"):
         model(ids, question_ids=[[999999]])

@@ -184,6 +184,12 @@ def test_special_tokens_that_would_be_read_twice_are_warned_of(monkeypatch):
     ids = torch.tensor([[2, 9, 8, 3, 0]])
     model(ids, attention_mask=(ids > 0).long())
     assert "add_special_tokens=False" in told[0]
+    told.clear()
+    model = cf.add_recurrence(tiny.base("bert").base_model, window=16, **tiny.FRAME, head="question-answering")
+    model(IDS[:1], question_ids=[[5]])
+    assert not told
+    model(ids[:, :4], question_ids=[[5]])
+    assert "add_special_tokens=False" in told[0]
 
 
 def test_reentrant_checkpointing_is_refused():

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import prose
 import pytest
@@ -16,12 +17,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, set_seed
 
 import carryforward as cf
-from carryforward import configuration, question_training
+from carryforward import answering, configuration, question_training, replay
 from carryforward.callbacks import Show
 from carryforward.data.questions import Answer, Question, read_questions
 from carryforward.loading import load_finder
 from carryforward.question_trainer import QuestionTrainer, QuestionTrainingArguments
-from carryforward.settings import PRESETS, QuestionSettings
+from carryforward.settings import FAST_PATHS, MAX_ANSWER_TOKENS, PRESETS, QuestionSettings
 
 SHIPPED = sorted((Path(__file__).parents[1] / "experiments" / "questions" / "settings").glob("*.yaml"))
 TRAIN = ["--window", 40, "--epochs", 2, "--batch-size", 4, "--learning-rate", 1e-3]
@@ -127,6 +128,17 @@ def test_evaluation_gives_scores_controls_and_predictions(home, trained, tmp_pat
     assert json.loads(told.out)[0]["data"]["format"] == "hotpotqa"
     predictions = json.loads(next(out.glob("*run-hotpot-??????-predictions.json")).read_text())
     assert predictions == {"answer": {"h": predictions["answer"]["h"]}, "sp": {"h": []}}
+
+
+def test_whether_there_may_be_no_answer_is_the_files_rule(home, trained, tmp_path):
+    """However many of its questions are asked."""
+    some = questions(3)
+    some["data"][0]["paragraphs"][2]["qas"][-1] |= {"answers": [], "is_impossible": True}
+    (tmp_path / "some.json").write_text(json.dumps(some))
+    ask = ["qa", "evaluate", trained, "--no-control", "--json", "--max-questions", 1, "--data"]
+    for data, allowed in ((tmp_path / "some.json", True), (home / "few.json", False)):
+        (found,) = json.loads(succeed(*ask, data).out)
+        assert (found["data"]["questions"], found["settings"]["allow_none"]) == (1, allowed)
 
 
 def test_answers_from_a_file_and_from_standard_input(trained, tmp_path, monkeypatch):
@@ -239,7 +251,7 @@ def test_what_goes_wrong_is_said(home, trained, tmp_path):
     assert "finds no answers" in fail("qa", "answer", prose_model(tmp_path), *ask[3:], "?", code=2)
     assert "has no question-answering head" in fail("qa", "answer", home / "masked", *ask[3:], "?", code=2)
     (tmp_path / "empty.txt").write_text(" \n")
-    assert "empty.txt is empty" in fail(*ask[:3], "--document", tmp_path / "empty.txt", "--question", "?", code=2)
+    assert "empty.txt has no words" in fail(*ask[:3], "--document", tmp_path / "empty.txt", "--question", "?", code=2)
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     latin = fail(*ask[:3], "--document", tmp_path / "latin.txt", "--question", "?", code=2)
     assert "latin.txt is not UTF-8" in latin
@@ -283,7 +295,10 @@ def test_lost_answers_are_counted(home, tmp_path):
         home / "few.json", "--window", 40, "--epochs", 1, "--out", tmp_path / "own",
     )  # fmt: skip
     assert "1 whose answer is not in the document are left out" in told.err
-    assert json.loads((tmp_path / "own/run.json").read_text())["lost"] == ["2-5"]
+    record = json.loads((tmp_path / "own/run.json").read_text())
+    assert record["lost"] == ["2-5"]
+    assert f"own: {record['questions']} questions" in told.out, "those that were trained on"
+    assert record["questions"] == len(read_questions(tmp_path / "some.json")) - 1
 
 
 def test_kept_keys_are_measured_before_they_are_trained(home, tmp_path):
@@ -309,6 +324,8 @@ def test_settings_that_make_no_sense(settings, message):
 
 def test_the_settings_know_all_presets():
     assert PRESETS == configuration.PRESETS
+    assert MAX_ANSWER_TOKENS == answering.MAX_TOKENS
+    assert get_args(replay.FastPath) == FAST_PATHS
 
 
 def test_an_answer_without_tokens_is_lost(home, tmp_path):

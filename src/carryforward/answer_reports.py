@@ -33,18 +33,19 @@ def evaluate_answers(
     names: Sequence[str], settings: AnswerSettings, *, out: Path | None = None, device: str | None = None
 ) -> list[dict[str, Any]]:
     """Score models on the questions of a file; results and predictions are written to `out`. That there is no answer
-    may be the answer if some question has none."""
+    may be the answer if some question of the file has none."""
     data, window = Path(settings.data), settings.window
     questions = read_questions(data)
     if settings.join_words is not None:
         questions = join_passages(questions, settings.join_words, seed=settings.seed)
+    allow_none = any(question.kind == "none" for question in questions)  # of all: it is the data set's rule
     questions = questions[: settings.max_questions]
     about = _about(questions, data.name)
     if about["unaligned"]:
         told = f"{about['unaligned']:,} of {len(questions):,} answers are not in their documents"
         console.note(f"{told}; they are scored all the same.")
     how = {name: getattr(settings, name) for name in ("overlap", "max_answer_tokens", "batch_size")}
-    how["allow_none"] = any(question.kind == "none" for question in questions)
+    how["allow_none"] = allow_none
     for name in names:
         describe_finder(name, window=window)
     results = []

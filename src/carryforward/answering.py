@@ -93,7 +93,10 @@ def answer(
     if tokenizer is None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"tokenizer is missing, and {model.name_or_path} has none: give one.") from error
     asked = ask(model, [Question("", question, document, (), "span", "squad")], tokenizer, overlap=overlap)
     with bar(None, "reading", after=2) as report:
         done = 0
@@ -173,15 +176,17 @@ def _check(model: RecurrentForQuestionAnswering, asked: Asked, overlap: int) -> 
     recurrence = model.config.recurrence
     name, document = _names(asked.question)
     if not asked.question.document.strip() or not len(asked.ids):
-        raise ValueError(f"{document} is empty: there is nothing to look for an answer in.")
+        raise ValueError(f"{document} has no words: there is nothing to look for an answer in.")
     if not len(asked.own):
         raise ValueError(f"{name} is empty.")
     room = recurrence.window - sum(map(len, (recurrence.prefix, asked.own, recurrence.separator, recurrence.suffix)))
     needed = max(overlap + max(1, recurrence.seen), recurrence.slots + max(overlap - recurrence.overlap, 0))
     if room < needed:
+        shared = f" at an overlap of {overlap}" if overlap else ""
         raise ValueError(
             f"{name} has {len(asked.own)} tokens: a window of {recurrence.window} has {max(room, 0)} left for the "
-            f"document, and needs {needed}. Ask a shorter one, or use a larger window."
+            f"document, and needs {needed}{shared}. Ask a shorter one, {'overlap less, ' * bool(overlap)}or use a "
+            "model with larger windows."
         )
 
 
@@ -220,16 +225,21 @@ def best(
 
 def _characters(document: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where each token's characters begin and stop without white space, which byte-level tokens bring along; with the
-    accents behind them, which a tokenizer may leave out. None are left of a token of white space."""
+    accents and vowel signs behind them, which a tokenizer may leave out. None are left of a token of white space."""
     places = []
     for begin, stop in offsets.tolist():
         text = document[begin:stop]
         begin, stop = begin + len(text) - len(text.lstrip()), stop - len(text) + len(text.rstrip())
-        while begin < stop < len(document) and unicodedata.combining(document[stop]):
+        while begin < stop < len(document) and _is_mark(document[stop]):
             stop += 1
         places.append((begin, stop))
     begins, stops = np.array(places, dtype=np.int64).reshape(-1, 2).T
     return begins, stops
+
+
+def _is_mark(character: str) -> bool:
+    """Whether it belongs to the character before it and has no place of its own."""
+    return unicodedata.combining(character) > 0 or unicodedata.category(character) in ("Mn", "Me")
 
 
 def _spans(

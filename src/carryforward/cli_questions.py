@@ -64,7 +64,7 @@ def answer(
 
         name, text = read_source(document)
         if not text.strip():
-            raise ValueError(f"{name} is empty: there is nothing to look for an answer in.")
+            raise ValueError(f"{name} has no words: there is nothing to look for an answer in.")
         loaded = load_finder(model, window=window, device=device)
         finder: Any = loaded.model
         found = find(

@@ -145,7 +145,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         )  # fmt: skip
         checks.vocabulary(input_ids, attention_mask, self._vocabulary)
         frame = recurrence.prefix, recurrence.suffix
-        if all(frame) and prefixes is None and not any(state.read) and checks.framed(input_ids, attention_mask, *frame):
+        if all(frame) and not any(state.read) and checks.framed(input_ids, attention_mask, *frame):
             logger.warning_once(
                 "The documents begin and end with special tokens, which every window is given anyway. Tokenise with "
                 "add_special_tokens=False."

@@ -57,7 +57,7 @@ def measure_places(
     checks.vocabulary(torch.from_numpy(texts), None, model._vocabulary)
     if len(texts) < min(rows, FEW):
         logger.warning(
-            "Only %d stretches of %d tokens to measure positions on: what is kept will be read badly. Give %d.",
+            "Only %d stretches of %d tokens to measure positions on: what is kept will be read badly. Give %d of them.",
             len(texts), texts.shape[1], ROWS,
         )  # fmt: skip
     total = torch.zeros(keeping.places.shape, dtype=torch.float64)  # here: not every device has such numbers

@@ -57,7 +57,12 @@ def train_answers(
     with stop.listening(signal.SIGINT, signal.SIGTERM):
         train_to_the_end(trainer, run, stop)
     history = [entry for entry in trainer.state.log_history if "eval_f1" in entry]
-    outcome = {"questions": len(train), "lost": trainer.lost, "best_f1": trainer.state.best_metric, "history": history}
+    outcome = {
+        "questions": len(train) - len(trainer.lost),
+        "lost": trainer.lost,
+        "best_f1": trainer.state.best_metric,
+        "history": history,
+    }
     return finish(trainer, run, trainer.accelerator.unwrap_model(trainer.model), tokenizer, outcome)
 
 

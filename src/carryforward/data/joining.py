@@ -34,8 +34,8 @@ def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0, n
     short = sum(len(question.document.split()) < words for question in joined)
     if short:
         logger.warning(
-            "%s%s documents are shorter than %s words: too few passages are without the answer",
-            f"{name}: " * bool(name), f"{short:,}", f"{words:,}",
+            "%s%s shorter than %s words: too few passages are without the answer",
+            f"{name}: " * bool(name), f"{short:,} document{' is' if short == 1 else 's are'}", f"{words:,}",
         )  # fmt: skip
     return joined
 

@@ -15,7 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..files import write_whole
+from ..files import written_whole
+from .texts import decode
+
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}  # all others are as they are
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def write_questions(questions: Sequence[Question], path: Path) -> None:
-    """A file of SQuAD's format."""
+    """A file of SQuAD's format, compressed if its name says so."""
     _check_ids(questions, path)
     rows: dict[str, list[dict[str, Any]]] = {}
     for question in questions:
@@ -96,7 +99,9 @@ def write_questions(questions: Sequence[Question], path: Path) -> None:
         rows.setdefault(question.document, []).append(row)
     paragraphs = [{"context": document, "qas": qas} for document, qas in rows.items()]
     content = {"version": "2.0", "data": [{"title": "", "paragraphs": paragraphs}]}
-    write_whole(path, json.dumps(content, ensure_ascii=False) + "\n")
+    opened = _OPENERS.get(path.suffix, open)
+    with written_whole(path) as beside, opened(beside, "wt", encoding="utf-8", newline="") as file:
+        file.write(json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def _check_ids(questions: Sequence[Question], path: Path) -> None:
@@ -115,21 +120,26 @@ def _questions(content: Any, path: Path) -> Iterator[Question]:
                 make = partial(_squad_question, paragraph.get("context"))
                 yield from (_checked(make, row, number, path) for number, row in enumerate(paragraph["qas"]))
     elif content:
-        fitting = [make for make, fields in _ROWS if all(field in content[0] for field in fields)]
-        if not fitting:
+        lacking = [[field for field in fields if field not in content[0]] for _, fields in _ROWS]
+        least = min(lacking, key=len)
+        if len(least) > 1:
             raise KeyError(*content[0])
-        yield from (_checked(fitting[0], row, number, path) for number, row in enumerate(content))
+        if least:
+            fields = " or ".join(dict.fromkeys(repr(field) for some in lacking if len(some) == 1 for field in some))
+            raise ValueError(f"{path}: the first row lacks {fields}.")
+        of_row = _ROWS[lacking.index(least)][0]
+        yield from (_checked(of_row, row, number, path) for number, row in enumerate(content))
 
 
 def _content(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"{path}: no such file.")
-    opened = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
-        with opened(path, "rt", encoding="utf-8-sig") as file:  # type: ignore[operator]
-            text = file.read()
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            raw = file.read()
+    except (OSError, EOFError, lzma.LZMAError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    text = decode(raw, path)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -152,7 +162,8 @@ def _checked(make: Callable[[Any], Question], row: Any, number: int, path: Path)
         where = f"question {name}" if name else f"row {number}"
         if isinstance(error, _OutsideError):
             raise ValueError(f"{path}: {where}: {error}") from error
-        raise ValueError(f"{path}: {where} lacks something or has another form ({error!r}).") from error
+        told = f"lacks {error}" if isinstance(error, KeyError) else f"has another form than it should ({error})"
+        raise ValueError(f"{path}: {where} {told}.") from error
 
 
 # --- SQuAD -----------------------------------------------------------------------------------------------------------
@@ -165,9 +176,8 @@ class _OutsideError(ValueError):
 def _squad_question(document: Any, row: Any) -> Question:
     if not isinstance(document, str):
         raise TypeError("there is no context")
-    name, told = str(row["id"]), [one for one in row.get("answers") or [] if one["text"].strip()]
-    if row.get("is_impossible"):
-        told = []
+    name, given = str(row["id"]), [] if row.get("is_impossible") else row["answers"]
+    told = [one for one in given or [] if one["text"].strip()]
     answers = []
     for one in told:
         start = int(one["answer_start"])
