@@ -22,7 +22,7 @@ import torch
 
 from carryforward import horizon
 from carryforward.figure import COLOURS
-from carryforward.files import write_whole
+from carryforward.files import write_json, write_whole
 from carryforward.loading import load_config
 from carryforward.settings import HorizonSettings
 from carryforward.table import markdown_table
@@ -83,7 +83,7 @@ def run(setting: str, model: str, books: Path) -> None:
 def write(survey: dict[str, Any], name: str) -> None:
     survey["model"] = Path(survey["model"]).name
     (HERE / "results").mkdir(exist_ok=True)
-    write_whole(HERE / "results" / f"{name}.json", json.dumps(survey, indent=1) + "\n")
+    write_json(HERE / "results" / f"{name}.json", survey)
 
 
 def tables() -> None:

@@ -23,7 +23,7 @@ from carryforward.data.corpora import open_corpus
 from carryforward.data.documents import tokenise
 from carryforward.data.progress import bar
 from carryforward.figure import COLOURS, dress, empty
-from carryforward.files import write_whole
+from carryforward.files import write_json, write_whole
 from carryforward.insertion import architecture_of
 from carryforward.loading import load_causal
 from carryforward.provenance import provenance
@@ -71,7 +71,7 @@ def run(setting: str, name: str, data: str) -> None:
         "kind": "insertion", **provenance("cpu"), "seed": 0, "model": NAMES[setting], "layers": count,
         "data": {**documents.about(), "skipped": SKIPPED, "windows": WINDOWS, "window": WINDOW}, "rows": rows,
     }  # fmt: skip
-    write_whole(HERE / "results" / f"{setting}.json", json.dumps(result, indent=1) + "\n")
+    write_json(HERE / "results" / f"{setting}.json", result)
 
 
 def plainly(model: cf.RecurrentForCausalLM, texts: torch.Tensor) -> list[float]:

@@ -8,7 +8,6 @@ A result is plain JSON, with the scores of every question, so that two models ca
      "rows": [{"use_state": true, "exact": 43.2, "f1": 56.1, "seconds": 10.0, "scores": {"id": [0.0, 0.5], ...}}]}
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from .answer_scores import percent, score_all
 from .answering import Found, answer_all, ask
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
-from .files import name_of, write_whole
+from .files import name_of, write_json
 from .loading import Loaded, describe_finder, load_finder
 from .provenance import provenance
 from .settings import AnswerSettings
@@ -58,8 +57,7 @@ def evaluate_answers(
             rows.append({"use_state": use_state, **_scored(questions, found), "seconds": seconds})
             if out is not None:
                 ending = "" if use_state or loaded.untrained else "-without-state"
-                told = json.dumps(_predictions(questions, found), indent=1)
-                write_whole(out / f"{stem}{ending}-predictions.json", told + "\n")
+                write_json(out / f"{stem}{ending}-predictions.json", _predictions(questions, found))
         model: Any = loaded.model
         results.append(
             {
@@ -73,7 +71,7 @@ def evaluate_answers(
             }
         )
         if out is not None:
-            write_whole(out / f"{stem}.json", json.dumps(results[-1], indent=1) + "\n")
+            write_json(out / f"{stem}.json", results[-1])
     return results
 
 

@@ -18,7 +18,7 @@ from .continuing import check_context, check_room, continue_greedily, draw, read
 from .data.corpora import open_corpus
 from .data.documents import tokenise
 from .files import written_whole
-from .loading import Loaded, fingerprint, load_causal, need_state, usable_device
+from .loading import Loaded, load_causal, need_state, usable_device, version_of
 from .settings import ContinuationSettings
 
 RECURRENT, REMOVED, PLAIN, TEXT = "recurrent", "state removed", "plain", "the text itself"
@@ -68,7 +68,7 @@ def continued(name: str, settings: ContinuationSettings, out: Path, *, device: s
         beside = plain.model
         writers[PLAIN] = lambda rows: continue_greedily(beside, contexts[rows, -1:], settings.new_tokens)
     identity = {
-        "model": [name, fingerprint(name)], "plain": settings.plain and [settings.plain, fingerprint(settings.plain)],
+        "model": [name, version_of(name)], "plain": settings.plain and [settings.plain, version_of(settings.plain)],
         "data": [settings.data, settings.split, documents.key], "contexts": settings.contexts, "context_tokens": tokens,
         "new_tokens": settings.new_tokens, "bf16": settings.bf16, "seed": settings.seed,
     }  # fmt: skip

@@ -77,17 +77,11 @@ def encode(
     check_choices(output, pooling)
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1.")
-    if needs_state(output, pooling) and not use_state:
-        wanted = 'output="windows"' if output == "windows" else 'pooling="state"'
-        raise ValueError(f"{wanted} needs the state, which use_state=False (--no-state) removes.")
     if isinstance(texts, str):
         raise ValueError("texts is one string: give a list of documents.")
     reader = headless(model)
-    if needs_state(output, pooling) and not reader.config.recurrence.slots:
-        raise ValueError(
-            "the model pools nothing (slots=0): there is no state to give out as a vector. Use the mean of its tokens, "
-            "or train one that has a slot (--preset kept --slots 1)."
-        )
+    if needs_state(output, pooling):
+        _check_state(reader, output, use_state)
     overlap = checks.overlap(reader.config, overlap)
     texts = list(texts)
     for i, text in enumerate(texts):
@@ -113,6 +107,18 @@ def encode(
     if output == "windows":
         return results
     return np.stack(results) if results else collect(reader).result()[None][:0]
+
+
+def _check_state(reader: Any, output: str, use_state: bool) -> None:
+    """Refuse to give out a state where there is none."""
+    if not use_state:
+        wanted = 'output="windows"' if output == "windows" else 'pooling="state"'
+        raise ValueError(f"{wanted} needs the state, which use_state=False (--no-state) removes.")
+    if not reader.config.recurrence.slots:
+        raise ValueError(
+            "the model pools nothing (slots=0): there is no state to give out as a vector. Use the mean of its tokens, "
+            "or train one that has a slot (--preset kept --slots 1)."
+        )
 
 
 def check_choices(output: str, pooling: str) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from . import console
 from .data.encoding import check_text
 from .embedding import TokenVectors, check_choices, encode, needs_state
-from .files import written_whole
-from .loading import fingerprint, load_recurrent
+from .files import write_json, written_whole
+from .loading import load_recurrent, version_of
 from .settings import EmbedSettings
 
 FORMATS = (".parquet", ".npy", ".safetensors")
@@ -72,7 +72,7 @@ def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device
     arguments |= {one: getattr(settings, one) for one in ("pooling", "overlap", "batch_size")}
     encode(loaded.model, [], loaded.tokenizer, **arguments)  # whatever it refuses, before a folder is made
     same = ("pooling", "window", "overlap", "text_field", "id_field")  # or parts of it would not go together
-    asked = {"model": name, "fingerprint": fingerprint(name), "output": output, "use_state": settings.state,
+    asked = {"model": name, "fingerprint": version_of(name), "output": output, "use_state": settings.state,
              **{one: getattr(settings, one) for one in same}}  # fmt: skip
     done = _begin(parts, asked)
     last = done[-1] if done else Chunk().note()
@@ -209,7 +209,7 @@ def _begin(parts: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     if notes and json.loads(settings_file.read_text()) != settings:
         raise ValueError(f"{parts} was begun with another model or other settings. Delete it, or use another --out.")
     parts.mkdir(parents=True, exist_ok=True)
-    _write(settings_file, settings)
+    write_json(settings_file, settings)
     return notes
 
 
@@ -227,12 +227,7 @@ def _write_part(path: Path, vectors: Any, output: str, note: dict[str, Any]) -> 
         arrays |= {f"offsets-{i}": row.offsets for i, row in enumerate(vectors) if isinstance(row, TokenVectors)}
     with written_whole(path.with_suffix(".npz")) as beside:
         np.savez(beside, **arrays)
-    _write(path.with_suffix(".json"), note)
-
-
-def _write(path: Path, content: Any) -> None:
-    with written_whole(path) as beside:
-        beside.write_text(json.dumps(content))
+    write_json(path.with_suffix(".json"), note)
 
 
 def _put_together(parts: Path, out: Path, documents: int) -> None:
@@ -243,7 +238,7 @@ def _put_together(parts: Path, out: Path, documents: int) -> None:
             _as_parquet(notes, beside)
         else:
             _as_array(notes, beside, documents, out.suffix)
-            _write(_ids_file(out), [i for _, ids in notes for i in ids])
+            write_json(_ids_file(out), [i for _, ids in notes for i in ids])
 
 
 def _as_parquet(notes: list[tuple[Path, list[str]]], beside: Path) -> None:

@@ -31,6 +31,11 @@ def name_of(parts: Sequence[str], how: Any) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.")[-_LONGEST:] + f"-{digest}"
 
 
+def write_json(path: str | os.PathLike, content: Any) -> None:
+    """Write JSON whole, for people to read too."""
+    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
 def write_whole(path: str | os.PathLike, text: str) -> None:
     """Write a text file whole, its line ends as they are."""
     with written_whole(path) as beside:

@@ -21,7 +21,7 @@ from . import console, windows
 from .data.corpora import open_corpus, usual_split
 from .data.documents import tokenise
 from .figure import COLOURS, dress, empty, left_out, save
-from .files import write_whole
+from .files import write_json
 from .loading import load_causal, need_state, usable_device
 from .provenance import provenance
 from .scoring import deep_windows, horizon, token_losses
@@ -109,7 +109,7 @@ def write(results: list[dict[str, Any]], folder: Path) -> None:
     before = json.loads(known.read_text()) if known.exists() else []
     measured = {_about(one) for one in results}
     results = [*(one for one in before if _about(one) not in measured), *results]
-    write_whole(folder / "horizon.json", json.dumps(results, indent=1) + "\n")
+    write_json(folder / "horizon.json", results)
     with left_out(folder / "horizon.png"):
         draw(results, folder / "horizon.png")
 

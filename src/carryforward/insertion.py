@@ -116,9 +116,14 @@ class Architecture:
     def layer_list(self, body: nn.Module) -> nn.ModuleList:
         return body.get_submodule(self.layers)  # type: ignore[return-value]
 
+    @staticmethod
+    def decisions(config: Any) -> tuple[str, float | None]:
+        """What of a config decides in Python how a window is run: how attention is computed, and a cap on logits."""
+        return config._attn_implementation, getattr(config, "final_logit_softcapping", None)
+
     def projection(self, model: Any) -> nn.Linear | None:
         """The layer whose outputs are a causal model's logits, or None where more is done, by the model or a hook."""
-        layer, cap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
+        layer, (_, cap) = model.get_output_embeddings(), self.decisions(model.config)
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         hooked = any(getattr(module, kind) for module in (model, layer) for kind in kinds)
         changed = any("forward" in vars(module) for module in (model, layer)) or hasattr(layer, "_hf_hook")

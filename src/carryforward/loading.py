@@ -170,7 +170,7 @@ def load_config(name: str) -> PreTrainedConfig:
     return load_model(AutoConfig.from_pretrained, name)
 
 
-def fingerprint(name: str) -> list[Any]:
+def version_of(name: str) -> list[Any]:
     """What tells a model from an earlier one of the same name: its files, or its commit on the Hub."""
     where = Path(_find(name)[0])
     if not where.is_dir():

@@ -141,7 +141,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         reading = Reading(
             self.config, input_ids, attention_mask, labels, state,
             overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state, abreast=abreast,
-            bptt_windows=recurrence.bptt_windows, prefixes=prefixes,
+            prefixes=prefixes,
         )  # fmt: skip
         checks.vocabulary(input_ids, attention_mask, self._vocabulary)
         frame = recurrence.prefix, recurrence.suffix
@@ -208,7 +208,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """The summed loss of a window's positions from `start` on."""
         raise NotImplementedError
 
-    def _unroll(self, reading: Reading, emit: Emit | None = None) -> tuple[list[bptt.Emission], Tensor]:
+    def _unroll(self, reading: Reading, emit: Emit | None) -> tuple[list[bptt.Emission], Tensor]:
         """Run the windows: what they emit (without `emit`, the summed loss), and the state after them, [B, m]."""
         recurrence = self.config.recurrence
         modules, weights = self._modules_and_weights()

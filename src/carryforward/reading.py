@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .configuration import RecurrentModelConfig
-from .insertion import architecture_of
 from .state import State
 from .windows import Span, Window, encoder_schedule, schedule
 
@@ -61,11 +60,10 @@ class Reading:
         overlap: int,
         outputs: bool,
         final: bool,
-        closing: bool = False,
-        use_state: bool = True,
-        abreast: int = 1,
-        bptt_windows: int | None = None,
-        prefixes: Sequence[Sequence[int]] | None = None,
+        closing: bool,
+        use_state: bool,
+        abreast: int,
+        prefixes: Sequence[Sequence[int]] | None,
     ):
         """
         Args:
@@ -91,7 +89,7 @@ class Reading:
         self.prefixes = [recurrence.prefix] * len(input_ids) if prefixes is None else [tuple(one) for one in prefixes]
         self.suffix = recurrence.suffix
         self.own = prefixes is not None
-        self.typed = self.own and architecture_of(config.base_config).types_tokens(config.base_config)
+        self.typed = self.own and config.architecture.types_tokens(config.base_config)
         self.rooms = [recurrence.window - len(prefix) - len(self.suffix) for prefix in self.prefixes]
         self.before = state
         self._sent: dict[int, Sequence[Tensor]] = {}
@@ -101,7 +99,7 @@ class Reading:
         self._pack(input_ids, attention_mask, labels)
         self.schedules = [self._windows(row) for row in range(len(self.read))]
         alone = self.causal and not use_state and not outputs and len({*map(len, self.schedules)}) == 1
-        self.cells = self._cells(bptt_windows, abreast if alone else 1)
+        self.cells = self._cells(abreast if alone else 1)
 
     # --- packing -----------------------------------------------------------------------------------------------
 
@@ -146,8 +144,8 @@ class Reading:
         sizes = {"prefix": len(self.prefixes[row]), "suffix": len(self.suffix)}
         return list(encoder_schedule(length, window, self.overlap, **sizes, start=start, final=self.final))
 
-    def _cells(self, bptt_windows: int | None, abreast: int) -> list[Cell]:
-        cells = []
+    def _cells(self, abreast: int) -> list[Cell]:
+        cells, bptt_windows = [], self.config.recurrence.bptt_windows
         started = self.before.started.tolist()
         for step in range(0, max(map(len, self.schedules), default=0), abreast):
             pairs = [(row, w) for row, windows in enumerate(self.schedules) for w in windows[step : step + abreast]]

@@ -29,8 +29,8 @@ class Recurrence(nn.Module):
         config: RecurrenceConfig,
         num_layers: int,
         hidden_size: int,
-        kept_shape: Sequence[int] | None = None,
-        learned_positions: bool = False,
+        kept_shape: Sequence[int] | None,
+        learned_positions: bool,
     ):
         super().__init__()
         self.config = config

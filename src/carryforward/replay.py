@@ -221,9 +221,8 @@ class Call:
 
 def _signature(model: Any, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> list[tuple]:
     """What a recording depends on: where weights are, and what decides in Python how a window is run."""
-    config = model.config.base_config
     found: list[tuple] = [(weight.data_ptr(), weight.dtype, weight.requires_grad) for weight in weights]
-    found.append((config._attn_implementation, getattr(config, "final_logit_softcapping", None)))
+    found.append(model.config.architecture.decisions(model.config.base_config))
     for module in modules:
         # rates of dropout; adapters that were switched off or exchanged
         names = ("p", "_disable_adapters", "_active_adapter")

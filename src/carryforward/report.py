@@ -30,7 +30,7 @@ from typing import Any
 
 from .figure import Line, Point, draw, left_out
 from .figure import save as save_figure
-from .files import name_of, write_whole
+from .files import name_of, write_json, write_whole
 from .table import markdown_table
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
     for result in results:
         parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
         name = name_of(parts, (result["data"], _variant(result), [row["overlap"] for row in result["rows"]]))
-        write_whole(target / f"{name}.json", json.dumps(result, indent=2) + "\n")
+        write_json(target / f"{name}.json", result)
     write(load(target), target)
 
 

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .files import write_whole
+from .files import write_json
 from .loading import RUN_FILE
 from .settings import RecurrentSettings
 
@@ -51,7 +51,7 @@ class Run:
     def write(self) -> None:
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / RUN_FILE, json.dumps(self.record, indent=2) + "\n")
+            write_json(self.folder / RUN_FILE, self.record)
 
     def _refuse_changes(self, what: str, before: dict[str, Any], now: dict[str, Any]) -> None:
         differing = [name for name in now if now[name] != before.get(name)]

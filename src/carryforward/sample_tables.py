@@ -7,7 +7,6 @@ text, `samples.json` only where it comes from, and how many continuations name o
 
 import dataclasses
 import html
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .continuations import Continuations
-from .files import write_whole
+from .files import write_json, write_whole
 from .loading import usable_device
 from .people import People, mentions, people, taken_up
 from .settings import ContinuationSettings
@@ -70,7 +69,7 @@ def tabulate(
             for what, table in tables.items()
         },
     }  # fmt: skip
-    write_whole(out / "samples.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_json(out / "samples.json", result)
     write_whole(out / "samples.md", _page(_MARKDOWN, result, tables, found, present))
     write_whole(out / "samples.html", _page(_HTML, result, tables, found, present))
     return result

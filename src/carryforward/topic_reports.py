@@ -14,7 +14,6 @@ both have one.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from importlib import metadata
@@ -30,7 +29,7 @@ from .data.corpora import open_corpus
 from .data.progress import Progress, bar
 from .data.texts import Corpus
 from .figure import COLOURS, dress, empty, save
-from .files import write_whole
+from .files import write_json
 from .loading import usable_device
 from .provenance import provenance
 from .settings import ContinuationSettings
@@ -66,7 +65,7 @@ def measure(name: str, settings: ContinuationSettings, out: Path, *, device: str
         "contexts": [[name, int(start)] for name, (_, start) in zip(found.names, found.places, strict=True)],
         "divergences": {writer: [round(value, 5) for value in values] for writer, values in divergences.items()},
     }  # fmt: skip
-    write_whole(out / "topics.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_json(out / "topics.json", result)
     return result
 
 

@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from .files import write_whole, written_whole
+from .files import write_json, written_whole
 
 WORD = r"(?u)\b[^\W\d_]{3,}\b"  # three letters or more
 STRETCH = 500  # words: topics are of stretches, which are nearer in length to a context than a whole book
@@ -81,7 +81,7 @@ class Topics:
                 beside, vocabulary=self.vocabulary, weights=self.weights, about=np.array(json.dumps(self.about))
             )
         told = {**self.about, "top_words": self.top_words()}
-        write_whole(folder / "topics.json", json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / "topics.json", told)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Topics":

@@ -36,6 +36,7 @@ class Corpus:
     Attributes:
         name: a short name, for results.
         split: "train", "validation" or "test" (or what a Hub data set calls it).
+        fingerprint: gives a digest of everything that is read: other content, other fingerprint.
         size: bytes of the files or rows that are read, for a progress bar: near the bytes of all texts, or None if
             that cannot be known without reading them.
         max_tokens: how many of each document's first tokens the corpus's protocol uses; None for all.
@@ -45,7 +46,7 @@ class Corpus:
     name: str
     split: str
     texts: Callable[[], Iterator[Text]]
-    digest: Callable[[], str]
+    fingerprint: Callable[[], str]
     size: int | None = None
     max_tokens: int | None = None
     source: str = ""
@@ -60,10 +61,6 @@ class Corpus:
                 f"{self.source or self.name}, split {self.split!r}: every document is empty or only white space. "
                 "Give a source with text in it."
             )
-
-    def fingerprint(self) -> str:
-        """A digest of everything that is read: other content, other fingerprint."""
-        return self.digest()
 
 
 Splits = dict[str, Callable[[], Corpus]]  # what a source has; a split is opened only when it is called for

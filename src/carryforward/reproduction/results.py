@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..files import write_whole
+from ..files import write_json
 from ..loading import RUN_FILE
 from ..settings import TrainSettings
 from .recipes import RATES, Cell
@@ -63,4 +63,4 @@ def identity(record: dict[str, Any]) -> str:
 
 def write(file: Path, content: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(content, indent=1) + "\n")
+    write_json(file, content)
