@@ -206,7 +206,7 @@ def test_options_order_and_standard_input(models, tmp_path, capsys, monkeypatch)
     [
         ("model --text short.md --out out.html", "fewer than two windows (32): a state is first used in the second"),
         ("model --text text.txt --out out.html --max-tokens 20", "the text has 20 tokens"),
-        ("plain --text text.txt --out out.html", "is a plain model: it has no state to look at"),
+        ("plain --text text.txt --out out.html", "is a plain model: it has no state. Make it recurrent"),
         ("model --text empty.txt --out out.html", "empty.txt is empty or only white space"),
         ("model --text latin.txt --out out.html", "is not UTF-8"),
         ("model --text missing.txt --out out.html", "missing.txt cannot be read"),

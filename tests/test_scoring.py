@@ -90,7 +90,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
                   "--depth", "1", "3", "--max-document-tokens", "120", "--out", str(tmp_path / "out")])  # fmt: skip
         assert end.value.code == code
         told[name] = capsys.readouterr()
-    assert "it has no state to measure" in told["plain"].err
+    assert "it has no state. Make it recurrent" in told["plain"].err
     assert [bar.done for bar in bars] == [bar.total for bar in bars]
     assert bars[-1].unit == "tokens"
     (result,) = json.loads((tmp_path / "out" / "horizon.json").read_text())
