@@ -21,12 +21,13 @@ from .options import options, spread
 from .plainly import Config, Device, Json, ReportTo, RunFolder, only_cpu, told_plainly
 from .settings import (
     BUNDLED,
-    NO_STATE,
+    OVERLAP,
     TEXT_FIELD,
     EmbedSettings,
     EvaluateSettings,
     HorizonSettings,
     TrainSettings,
+    WriteSettings,
 )
 
 app = typer.Typer(
@@ -195,7 +196,7 @@ def inspect(
     text: Annotated[str, typer.Option(help="A text file, or - for standard input.")],
     out: Annotated[Path, typer.Option(help="The page to write: report.html.")],
     top: Annotated[int, typer.Option(help="Alternatives shown for each token, with the state and without.")] = 5,
-    overlap: Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")] = None,
+    overlap: Annotated[int | None, typer.Option(help=OVERLAP)] = None,
     max_tokens: Annotated[int | None, typer.Option(help="The first so many tokens of the text.")] = None,
     device: Device = None,
     as_json: Json = False,
@@ -213,25 +214,17 @@ def inspect(
 
 
 @app.command()
+@options(WriteSettings)
 def generate(
+    settings: WriteSettings,
     model: Annotated[str, typer.Argument(help="A run, a folder or a Hub name; recurrent, or plain.")] = BUNDLED,
     source: Annotated[str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A file that holds it.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 200,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token, as --temperature 0.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="Of sampling (the model's setting, or 1).")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from so many tokens (the model's setting, or 50).")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest that add up to this.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Nor from those less likely than this times the best.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 disfavours what was written.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same text again.")] = None,
     state_in: Annotated[Path | None, typer.Option(help="Go on from where --state-out stopped.")] = None,
     state_out: Annotated[Path | None, typer.Option(help="Where to keep the state of the whole text.")] = None,
-    overlap: Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")] = None,
-    state: Annotated[bool, typer.Option(help=NO_STATE)] = True,
+    config: Config = None,
     device: Device = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
 ) -> None:
     """Write on from a prompt, without a length limit. The text goes to stdout as it is written."""
@@ -241,11 +234,9 @@ def generate(
         if model == "-" and source is None:  # `carryforward generate -`
             model, source = BUNDLED, "-"
 
-        choice = writing.Choice(greedy, temperature, top_k, top_p, min_p, repetition_penalty)
         record = writing.write(
-            model, writing.read_prompt(prompt, prompt_file, source), choice=choice, max_new_tokens=max_new_tokens,
-            seed=seed, state_in=state_in, state_out=state_out, overlap=overlap, use_state=state, device=device,
-            dtype=dtype, show=None if as_json else _show,
+            model, writing.read_prompt(prompt, prompt_file, source), settings, state_in=state_in, state_out=state_out,
+            device=device, show=None if as_json else _show,
         )  # fmt: skip
         if as_json:
             typer.echo(json.dumps(record))

@@ -11,7 +11,7 @@ import typer
 
 from .options import options
 from .plainly import Config, Device, Json, ReportTo, RunFolder, only_cpu, told_plainly
-from .settings import MAX_ANSWER_TOKENS, NO_STATE, AnswerSettings, QuestionSettings
+from .settings import MAX_ANSWER_TOKENS, NO_STATE, OVERLAP, AnswerSettings, QuestionSettings
 
 qa = typer.Typer(
     name="qa", help="Find answers in documents longer than the model.", no_args_is_help=True, add_completion=False
@@ -51,7 +51,7 @@ def answer(
     max_answer_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = MAX_ANSWER_TOKENS,
     allow_none: Annotated[bool, typer.Option("--allow-none", help="There may be no answer.")] = False,
     window: Annotated[int | None, typer.Option(min=1, help="For plain models; up to 512 tokens by default.")] = None,
-    overlap: Annotated[int | None, typer.Option(help="Tokens that windows share; the trained one by default.")] = None,
+    overlap: Annotated[int | None, typer.Option(help=OVERLAP)] = None,
     state: Annotated[bool, typer.Option(help=NO_STATE)] = True,
     device: Device = None,
     as_json: Json = False,

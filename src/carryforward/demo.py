@@ -16,7 +16,7 @@ from .console import note
 from .data import texts
 from .data.corpora import PYTHON_DOCS, open_corpus
 from .evaluating import evaluate
-from .settings import BUNDLED, EvaluateSettings, TrainSettings
+from .settings import BUNDLED, EvaluateSettings, TrainSettings, WriteSettings
 from .training import train
 
 OVERLAPS = (0, 5, 10, 30, 50)
@@ -69,7 +69,7 @@ def demo(
     prompt = _beginning(data)
     note("\n4. The recurrent model goes on with a document, past the 512 positions that the plain one has.")
     show(f"\n{prompt}")
-    record = writing.write(recurrent, prompt, max_new_tokens=effort.write, seed=seed, show=show)
+    record = writing.write(recurrent, prompt, WriteSettings(effort.write, seed=seed), show=show)
     show("\n")
     writing.told(record)
     note(_farewell(out))

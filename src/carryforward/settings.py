@@ -15,7 +15,9 @@ FAST_PATHS = ("auto", "compiled", "off")
 PRESETS = ("paper", "kept")  # of `RecurrenceConfig`
 BUNDLED = "bundled"  # the model that comes with the package
 MAX_ANSWER_TOKENS = 30
+DTYPES = ("float32", "bfloat16", "float16")  # of weights
 # what several commands say of an option
+OVERLAP = "Tokens that windows share; the trained one by default."
 NO_STATE = "--no-state removes the state: every window stands alone."
 _QUESTIONS = "HotpotQA's or SQuAD's JSON, or rows of it; .gz and .xz are read too."
 _CORPUS = "wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl, a Hub name, or python-docs."
@@ -252,7 +254,7 @@ class AnswerSettings:
     control: bool = _setting(True, "Score recurrent models without their state as well.")
     max_answer_tokens: int = _setting(MAX_ANSWER_TOKENS, "The longest answer, in tokens.")
     window: int | None = _setting(None, "For plain models; up to 512 tokens by default.")
-    overlap: int | None = _setting(None, "Tokens that windows share; the trained one by default.")
+    overlap: int | None = _setting(None, OVERLAP)
     batch_size: int = _setting(8, "Questions answered side by side.")
     bf16: bool = _setting(False, "bfloat16 mixed precision.")
     seed: int = _setting(0, "Of the joining.")
@@ -279,6 +281,56 @@ class EmbedSettings:
         _at_least(1, self, "window", "batch_size")
         if self.on_error not in ("stop", "skip"):
             raise ValueError(f"--on-error {self.on_error}: it must be stop or skip.")
+
+
+def _sampling(default: Any, help: str) -> Any:
+    return _setting(default, help, "Sampling (the model's own settings by default)")
+
+
+@dataclass(frozen=True)
+class WriteSettings:
+    """How `carryforward generate` writes; None leaves a choice to the model's own generation config."""
+
+    max_new_tokens: int = _setting(200, "Tokens to write.")
+    overlap: int | None = _setting(None, OVERLAP)
+    state: bool = _setting(True, NO_STATE)
+    dtype: str = _setting("float32", "float32, bfloat16 or float16.")
+    greedy: bool = _sampling(False, "Always the likeliest token, as --temperature 0.")
+    temperature: float | None = _sampling(None, "Of sampling (the model's setting, or 1).")
+    top_k: int | None = _sampling(None, "Sample from so many tokens (the model's setting, or 50).")
+    top_p: float | None = _sampling(None, "Sample from the likeliest that add up to this.")
+    min_p: float | None = _sampling(None, "Nor from those less likely than this times the best.")
+    repetition_penalty: float | None = _sampling(None, "Above 1 disfavours what was written.")
+    seed: int | None = _sampling(None, "The same text again.")
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "max_new_tokens", "top_k")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype}: it must be one of {', '.join(DTYPES)}.")
+        for name, accepted, low, high in (
+            ("temperature", "at least 0", 0.0, math.inf),
+            ("top_p", "above 0 and at most 1", math.ulp(0), 1.0),
+            ("min_p", "from 0 to 1", 0.0, 1.0),
+            ("repetition_penalty", "above 0", math.ulp(0), math.inf),
+            ("seed", "at least -2**63 and below 2**64", -(2**63), 2**64 - 1),  # what torch takes
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{flag(name)} {value}: it must be {accepted}.")
+        unused = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
+        unused += ["temperature"] if self.greedy and self.temperature else []
+        if self.is_greedy and unused:
+            raise ValueError(f"{flag(unused[0])} has no meaning when the likeliest token is taken. Leave one out.")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.greedy or self.temperature == 0
+
+    def sampling(self) -> dict[str, Any]:
+        """As `generate` takes it."""
+        names = ["repetition_penalty"] + ["temperature", "top_k", "top_p", "min_p"] * (not self.is_greedy)
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {"do_sample": not self.is_greedy, **given}
 
 
 def _context(default: Any, help: str) -> Any:

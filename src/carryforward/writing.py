@@ -7,7 +7,6 @@ A state written here holds everything, the last token too: what comes next simpl
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +22,11 @@ from .data.texts import read_source
 from .insertion import positions_of
 from .interrupting import Interruptible
 from .loading import Loaded, load_causal, usable_device
-from .settings import flag
+from .settings import WriteSettings
 from .state import State
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CONTEXT = 16  # tokens before a new one that may decide how it is spelt: is there a space in front of it?
 _HALF = 3  # the most tokens that begin a character and do not end it: UTF-8 has up to four bytes
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How the next token is chosen; None is as the model's own generation config has it.
-
-    Attributes:
-        greedy: always the likeliest, as at temperature 0.
-    """
-
-    greedy: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    def __post_init__(self) -> None:
-        checks: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-            ("temperature", "at least 0", lambda x: x >= 0),
-            ("top_k", "at least 1", lambda x: x >= 1),
-            ("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1),
-            ("min_p", "from 0 to 1", lambda x: 0 <= x <= 1),
-            ("repetition_penalty", "above 0", lambda x: x > 0),
-        )
-        for name, accepted, valid in checks:
-            value = getattr(self, name)
-            if value is not None and not valid(value):
-                raise ValueError(f"{flag(name)} {value}: it must be {accepted}.")
-        unused = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
-        unused += ["temperature"] if self.greedy and self.temperature else []
-        if self.is_greedy and unused:
-            raise ValueError(f"{flag(unused[0])} has no meaning when the likeliest token is taken. Leave one out.")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.greedy or self.temperature == 0
-
-    def settings(self) -> dict[str, Any]:
-        """As `generate` takes it."""
-        names = ("repetition_penalty",) if self.is_greedy else ("temperature", "top_k", "top_p", "min_p",
-                                                                "repetition_penalty")  # fmt: skip
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return {"do_sample": not self.is_greedy, **given}
 
 
 def read_prompt(text: str | None, file: Path | None, source: str | None) -> str | None:
@@ -96,16 +50,11 @@ def read_prompt(text: str | None, file: Path | None, source: str | None) -> str 
 def write(
     name: str,
     prompt: str | None,
+    settings: WriteSettings,
     *,
-    choice: Choice | None = None,
-    max_new_tokens: int = 200,
-    seed: int | None = None,
     state_in: Path | None = None,
     state_out: Path | None = None,
-    overlap: int | None = None,
-    use_state: bool = True,
     device: str | None = None,
-    dtype: str = "float32",
     show: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
     """Continue a prompt; what was written, how long it took and why it ended.
@@ -117,15 +66,15 @@ def write(
     Returns:
         the record. A state that could not be saved is an entry in it: the text is not lost for that.
     """
-    _check(max_new_tokens, dtype, seed, state_out)
+    _check(state_out)
     device = usable_device(device)
-    loaded = load_causal(name, DTYPES[dtype])
+    loaded = load_causal(name, getattr(torch, settings.dtype))
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
     state = None if state_in is None else _load_state(state_in, device)
-    reading = _reading(loaded, overlap, use_state, state, state_out)
+    reading = _reading(loaded, settings, state, state_out)
     ids = _encode(loaded, prompt, state)
     room = _room(loaded, len(ids))
-    seed = torch.seed() % 2**32 if seed is None else seed
+    seed = torch.seed() % 2**32 if settings.seed is None else settings.seed
     torch.manual_seed(seed)
 
     earlier = state.tokens[0, : int(state.pending[0])].tolist() if state is not None else []
@@ -135,14 +84,14 @@ def write(
     stop = Interruptible()
     with stop.listening(signal.SIGINT):
         out = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), **(choice or Choice()).settings(), **reading,
-            max_new_tokens=max_new_tokens if room is None else min(room, max_new_tokens), num_beams=1,
+            prompts, attention_mask=torch.ones_like(prompts), **settings.sampling(), **reading,
+            max_new_tokens=settings.max_new_tokens if room is None else min(room, settings.max_new_tokens), num_beams=1,
             num_return_sequences=1, pad_token_id=_padding(loaded.tokenizer), streamer=pieces,
             stopping_criteria=[lambda ids, scores, **_: torch.full((len(ids),), stop.requested, device=ids.device)],
             logits_processor=[_numbers], return_dict_in_generate=True,
         )  # fmt: skip
         ended = time.perf_counter()
-        state_error = None if state_out is None else _save_state(model, out, state_out, overlap, use_state)
+        state_error = None if state_out is None else _save_state(model, out, state_out, reading)
     written = len(pieces.times)
     return {
         "model": name,
@@ -159,14 +108,8 @@ def write(
     }
 
 
-def _check(max_new_tokens: int, dtype: str, seed: int | None, state_out: Path | None) -> None:
+def _check(state_out: Path | None) -> None:
     """What can be refused before anything is loaded."""
-    if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {max_new_tokens}: it must be at least 1.")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: it must be one of {', '.join(DTYPES)}.")
-    if seed is not None and not -(2**63) <= seed < 2**64:  # what torch takes
-        raise ValueError(f"--seed {seed}: it must be at least -2**63 and below 2**64.")
     if state_out is not None and not state_out.absolute().parent.is_dir():  # before the work, not after it
         raise ValueError(f"--state-out {state_out}: there is no such folder.")
     if state_out is not None and state_out.is_dir():
@@ -202,11 +145,9 @@ def _load_state(path: Path, device: str) -> State:
     return state
 
 
-def _save_state(model: Any, out: Any, path: Path, overlap: int | None, use_state: bool) -> str | None:
+def _save_state(model: Any, out: Any, path: Path, reading: dict[str, Any]) -> str | None:
     """The state after all that was written, the last token too; if it cannot be saved, why."""
-    whole = model.advance_state(
-        out.sequences[:, -1:], state=out.past_key_values.state, overlap=overlap, use_state=use_state
-    )
+    whole = model.advance_state(out.sequences[:, -1:], **{**reading, "state": out.past_key_values.state})
     try:
         whole.save(path)
     except (OSError, SafetensorError) as error:
@@ -214,13 +155,11 @@ def _save_state(model: Any, out: Any, path: Path, overlap: int | None, use_state
     return None
 
 
-def _reading(
-    loaded: Loaded, overlap: int | None, use_state: bool, state: State | None, state_out: Path | None
-) -> dict[str, Any]:
+def _reading(loaded: Loaded, settings: WriteSettings, state: State | None, state_out: Path | None) -> dict[str, Any]:
     """What only a recurrent model can be told."""
     if loaded.recurrent:
-        return {"overlap": overlap, "use_state": use_state, "state": state}
-    given = {"--overlap": overlap, "--no-state": None if use_state else True, "--state-in": state,
+        return {"overlap": settings.overlap, "use_state": settings.state, "state": state}
+    given = {"--overlap": settings.overlap, "--no-state": None if settings.state else True, "--state-in": state,
              "--state-out": state_out}  # fmt: skip
     for name, value in given.items():
         if value is not None:
