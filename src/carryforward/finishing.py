@@ -14,7 +14,7 @@ from .callbacks import StopGently
 from .configuration import RecurrentModelConfig
 from .provenance import provenance
 from .runs import Run
-from .settings import RecurrentSettings
+from .settings import QuestionSettings, RecurrentSettings, TrainSettings
 from .whole_trainer import WholeTrainer
 
 
@@ -42,6 +42,25 @@ def take_over(config: RecurrentModelConfig, settings: RecurrentSettings) -> None
     wanted = settings.recurrence_fields()
     taken = {name: wanted[name] for name in _OF_TRAINING if name in wanted}
     config.recurrence = dataclasses.replace(config.recurrence, **taken)
+
+
+def shared_arguments(
+    settings: TrainSettings | QuestionSettings, out: Path, report_to: str, use_cpu: bool
+) -> dict[str, Any]:
+    """What every training tells Hugging Face's `Trainer`."""
+    return {
+        "output_dir": str(out),
+        "use_state": settings.recurrence,
+        "num_train_epochs": settings.epochs,
+        "per_device_train_batch_size": settings.batch_size,
+        "per_device_eval_batch_size": settings.batch_size,
+        "gradient_accumulation_steps": settings.accumulate,
+        "max_grad_norm": settings.max_grad_norm,
+        "bf16": settings.bf16,
+        "seed": settings.seed,
+        "report_to": report_to,
+        "use_cpu": use_cpu,
+    }
 
 
 def train_to_the_end(trainer: WholeTrainer, run: Run, stop: StopGently) -> None:

@@ -16,7 +16,7 @@ from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.encoding import tokens_of
 from .data.joining import join_passages
 from .data.questions import Question, read_questions
-from .finishing import finish, take_over, train_to_the_end
+from .finishing import finish, shared_arguments, take_over, train_to_the_end
 from .insertion import architecture_of
 from .loading import load_config, load_finder, load_model, load_tokenizer
 from .places import measure_places, needs_places
@@ -33,7 +33,11 @@ def train_answers(
 ) -> dict[str, Any]:
     """Train, or go on with a run that was stopped. Gives back the run's record, as in its `run.json`."""
     use_cpu = use_cpu or not torch.accelerator.is_available()
-    arguments = _arguments(settings, out, report_to, use_cpu)
+    arguments = QuestionTrainingArguments(
+        **shared_arguments(settings, out, report_to, use_cpu),
+        learning_rate=settings.learning_rate,
+        recurrence_learning_rate=settings.recurrence_learning_rate,
+    )
     run = Run(settings, out, writes=arguments.should_save)
     if run.finished:
         console.note(f"{out} is finished already. Use another --out to train again.")
@@ -111,21 +115,3 @@ def _model(settings: QuestionSettings, tokenizer: Any) -> RecurrentForQuestionAn
     assert isinstance(made, RecurrentForQuestionAnswering)
     made.config.use_state = settings.recurrence
     return made
-
-
-def _arguments(settings: QuestionSettings, out: Path, report_to: str, use_cpu: bool) -> QuestionTrainingArguments:
-    return QuestionTrainingArguments(
-        output_dir=str(out),
-        learning_rate=settings.learning_rate,
-        recurrence_learning_rate=settings.recurrence_learning_rate,
-        use_state=settings.recurrence,
-        num_train_epochs=settings.epochs,
-        per_device_train_batch_size=settings.batch_size,
-        per_device_eval_batch_size=settings.batch_size,
-        gradient_accumulation_steps=settings.accumulate,
-        max_grad_norm=settings.max_grad_norm,
-        bf16=settings.bf16,
-        seed=settings.seed,
-        report_to=report_to,
-        use_cpu=use_cpu,
-    )

@@ -20,7 +20,7 @@ from .callbacks import StopGently, show
 from .configuration import RecurrenceConfig, RecurrentModelConfig
 from .data.corpora import ALL, available_splits, has_own_splits, open_corpus
 from .data.documents import Documents, tokenise
-from .finishing import check_same, finish, free, take_over, train_to_the_end
+from .finishing import check_same, finish, free, shared_arguments, take_over, train_to_the_end
 from .heads import RecurrentForCausalLM
 from .loading import Loaded, describe_causal, load_causal, load_tokenizer
 from .places import measure_places, needs_places
@@ -133,26 +133,16 @@ def _recurrent(loaded: Loaded, settings: TrainSettings) -> RecurrentForCausalLM:
 
 def _arguments(settings: TrainSettings, out: Path, report_to: str, use_cpu: bool) -> RecurrentTrainingArguments:
     return RecurrentTrainingArguments(
-        output_dir=str(out),
+        **shared_arguments(settings, out, report_to, use_cpu),
         windows_per_sample=settings.windows_per_sample,
         learning_rate=settings.learning_rate[0],
         recurrence_learning_rate=settings.recurrence_learning_rate[0],
         freeze_base=settings.freeze_base,
-        use_state=settings.recurrence,
         carry_state=settings.carry_state,
-        num_train_epochs=settings.epochs,
         train_tokens=settings.train_tokens,
         eval_tokens=settings.eval_tokens,
         save_tokens=settings.save_tokens,
-        per_device_train_batch_size=settings.batch_size,
-        per_device_eval_batch_size=settings.batch_size,
-        gradient_accumulation_steps=settings.accumulate,
         warmup_steps=settings.warmup_steps,
-        max_grad_norm=settings.max_grad_norm,
-        bf16=settings.bf16,
-        seed=settings.seed,
-        report_to=report_to,
-        use_cpu=use_cpu,
     )
 
 
