@@ -10,7 +10,7 @@ The peak is what was in use at most above weights (and, in training, gradients),
 counts it, with what the fast path's recordings hold, and on a CPU every case has a process of its own, whose resident
 set it is. What makes that figure sharp makes programs slow, so time is taken in another.
 
-    python benchmarks/answering.py --device cuda         # RoBERTa-base's shape, bfloat16: a minute on one H200
+    python benchmarks/answering.py --device cuda         # RoBERTa-base's shape, bfloat16: two minutes on one H200
     python benchmarks/answering.py --device cpu          # MiniLM's widths
     python benchmarks/speed_report.py                    # SPEED.md and the figures, from the JSON files
 """
