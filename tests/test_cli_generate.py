@@ -247,6 +247,23 @@ def test_two_runs_over_a_character(text):
     assert prompt.text == "!", "what stands in a prompt is not shown again"
 
 
+def test_two_runs_over_a_character_on_a_windows_border(recurrent, tmp_path, monkeypatch):
+    """A state has no tokens from before its window, and the first ones of a character may be there."""
+    text = "ab🙂🙂🙂🙂🙂c"
+    script = prose.tokenizer()(text)["input_ids"]
+    assert len(script) > WINDOW + 4
+
+    def scripted(input_ids, scores):
+        return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([next(tokens)]), 0.0)
+
+    monkeypatch.setattr(writing, "_numbers", scripted)
+    for first in range(WINDOW - 5, WINDOW + 4):
+        tokens, state = iter(script), tmp_path / f"{first}.state"
+        begun = succeed(*recurrent, "--prompt", "x", "--max-new-tokens", first, "--state-out", state).out
+        more = succeed(*recurrent, "--state-in", state, "--max-new-tokens", len(script) - first).out
+        assert begun + more == text, first
+
+
 @pytest.mark.parametrize("what", ["junk", "nothing"])
 def test_what_never_is_a_character_costs_no_more_and_more(what):
     tokenizer = prose.tokenizer()

@@ -102,15 +102,15 @@ class State:
         on_cpu = ("started", "pending", "read")
         return self._map(lambda x: x.to(device), [name for name in self._tensors() if name not in on_cpu])
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write a safetensors file."""
+    def save(self, path: str | os.PathLike, **notes: str) -> None:
+        """Write a safetensors file, with notes of one's own in its metadata."""
         from safetensors.torch import save_file
 
         # cloned: a fresh state's counts are one tensor, which safetensors would not write twice
         tensors = {name: x.detach().cpu().clone().contiguous() for name, x in self._tensors().items()}
-        note = {"signature": self.signature, "ended": json.dumps(self.ended), "format": "carryforward-state"}
+        own = {"signature": self.signature, "ended": json.dumps(self.ended), "format": "carryforward-state"}
         with written_whole(path) as beside:
-            save_file(tensors, beside, metadata=note)
+            save_file(tensors, beside, metadata={**notes, **own})
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> "State":

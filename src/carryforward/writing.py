@@ -4,6 +4,7 @@
 A state written here holds everything, the last token too: what comes next simply follows.
 """
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
@@ -25,6 +26,7 @@ from .loading import Loaded, load_causal, usable_device
 from .settings import WriteSettings
 from .state import State
 
+_RECENT = "recent_tokens"  # what a state's file says of the text, beside the state
 _CONTEXT = 16  # tokens before a new one that may decide how it is spelt: is there a space in front of it?
 _HALF = 3  # the most tokens that begin a character and do not end it: UTF-8 has up to four bytes
 
@@ -70,14 +72,13 @@ def write(
     device = usable_device(device)
     loaded = load_causal(name, getattr(torch, settings.dtype))
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
-    state = None if state_in is None else _load_state(state_in, device)
+    state, earlier = (None, []) if state_in is None else _load_state(state_in, device)
     reading = _reading(loaded, settings, state, state_out)
     ids = _encode(loaded, prompt, state)
     room = _room(loaded, len(ids))
     seed = torch.seed() % 2**32 if settings.seed is None else settings.seed
     torch.manual_seed(seed)
 
-    earlier = state.tokens[0, : int(state.pending[0])].tolist() if state is not None else []
     pieces = Pieces(loaded.tokenizer, earlier + ids, show, continues=not ids, continued=state_out is not None)
     prompts = torch.tensor([ids], dtype=torch.long, device=device)
     begun = time.perf_counter()
@@ -91,7 +92,7 @@ def write(
             logits_processor=[_numbers], return_dict_in_generate=True,
         )  # fmt: skip
         ended = time.perf_counter()
-        state_error = None if state_out is None else _save_state(model, out, state_out, reading)
+        state_error = None if state_out is None else _save_state(model, out, state_out, reading, pieces)
     written = len(pieces.times)
     return {
         "model": name,
@@ -130,8 +131,9 @@ def told(record: dict[str, Any]) -> None:
         raise OSError(record["state_error"])
 
 
-def _load_state(path: Path, device: str) -> State:
-    """The state of a single text."""
+def _load_state(path: Path, device: str) -> tuple[State, list[int]]:
+    """The state of a single text, and its last tokens: half a character may lie on both sides of a window's border, and
+    the state has no tokens before that."""
     if path.is_dir():
         raise ValueError(f"--state-in {path} is a folder: give the file that --state-out wrote.")
     if not path.exists():
@@ -142,14 +144,16 @@ def _load_state(path: Path, device: str) -> State:
             f"--state-in {path} holds {len(state)} texts, and one is written at a time. Pick one in Python: "
             f'carryforward.State.load("{path}")[:1].save("first.state") is the first.'
         )
-    return state
+    with safe_open(path, framework="pt") as file:
+        recent = file.metadata().get(_RECENT)
+    return state, state.tokens[0, : int(state.pending[0])].tolist() if recent is None else json.loads(recent)
 
 
-def _save_state(model: Any, out: Any, path: Path, reading: dict[str, Any]) -> str | None:
+def _save_state(model: Any, out: Any, path: Path, reading: dict[str, Any], pieces: "Pieces") -> str | None:
     """The state after all that was written, the last token too; if it cannot be saved, why."""
     whole = model.advance_state(out.sequences[:, -1:], **{**reading, "state": out.past_key_values.state})
     try:
-        whole.save(path)
+        whole.save(path, **{_RECENT: json.dumps(pieces.ids[-_CONTEXT:])})
     except (OSError, SafetensorError) as error:
         return f"--state-out {path} could not be written: {error}"
     return None
