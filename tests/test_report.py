@@ -6,12 +6,13 @@ import csv
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 
 import pytest
 
-from carryforward import provenance, report
+from carryforward import files, provenance, report
 
 
 def row(overlap, perplexity, use_state=True, recurrence=0.0, untrained=False):
@@ -280,3 +281,11 @@ def test_reports_need_no_torch():
 def test_a_results_command_does_not_tell_where_things_lie(typed, kept):
     assert provenance._command(typed) == f"carryforward {kept}"
     assert provenance._command(["/a/benchmarks/speed.py", *typed[1:]]) == f"speed.py {kept}"
+
+
+def test_json_is_ascii_whatever_it_says(tmp_path):
+    """Read in any locale it says the same, and file names that are no Unicode can be written."""
+    content = {"data": "café", "name": os.fsdecode(b"caf\xe9")}
+    files.write_json(tmp_path / "a.json", content)
+    assert (tmp_path / "a.json").read_bytes().isascii()
+    assert json.loads((tmp_path / "a.json").read_text(encoding="latin-1")) == content

@@ -14,12 +14,13 @@ Models are in `runs/questions/`, results in `results/`.
 
 import argparse
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import borders
 import yaml
-from cells import CELLS, HERE, LONGEST, RESULTS, TEXTS, TRIED, WORK, lacking, seeds_of
+from cells import CELLS, HERE, LONGEST, RESULTS, TRIED, WORK, lacking, seeds_of
 from tables import tables
 
 from carryforward.answer_reports import evaluate_answers
@@ -43,7 +44,11 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, help="by default three, and one of what is merely tried")
     parser.add_argument("--jobs", type=int, default=1, help="cells at once, each in a process of its own")
     parser.add_argument("--borders", action="store_true", help="see where windows cut, and run nothing")
-    parser.add_argument("--tables", action="store_true", help="run nothing")
+    parser.add_argument(
+        "--tables",
+        action=argparse.BooleanOptionalAction,
+        help="write the page, and run nothing; or the other way round",
+    )
     given = parser.parse_args()
     if given.borders:
         encoder, squad, hotpot = given.paths
@@ -54,7 +59,7 @@ def main() -> None:
         files = prepare(squad, hotpot)
         cells = [(cell, seed) for cell in given.only for seed in given.seeds or seeds_of(cell) if lacking(cell, seed)]
         if given.jobs > 1:
-            command = [__file__, *map(str, given.paths)]
+            command = [__file__, *map(str, given.paths), "--no-tables"]
             run_side_by_side(
                 {f"{cell}-seed{seed}": [*command, "--only", cell, "--seeds", str(seed)] for cell, seed in cells},
                 WORK, given.jobs,
@@ -62,7 +67,8 @@ def main() -> None:
         else:
             for cell, seed in cells:
                 run(cell, seed, encoder, files)
-    tables()
+    if given.tables is not False:
+        tables()
 
 
 def prepare(squad: Path, hotpot: Path) -> dict[str, Path]:
@@ -83,8 +89,9 @@ def run(cell: str, seed: int, encoder: Path, files: dict[str, Path]) -> None:
     own = {**shared, **(CELLS | TRIED)[cell], "model": str(encoder), "data": str(files["train"])}
     settings = QuestionSettings(**own, validation_data=str(files["validation"]), seed=seed)
     first, second = WORK / f"{cell}-seed{seed}", WORK / f"{cell}-seed{seed}-hotpotqa"
-    # a cell's figures are of one model: if it is gone, what was scored is scored again
-    texts = {text: files[text] for text in (lacking(cell, seed) if first.exists() else TEXTS)}
+    if not first.exists():  # a cell's figures are of one model, and that of those there are is gone
+        shutil.rmtree(RESULTS / f"{cell}-seed{seed}", ignore_errors=True)
+    texts = {text: files[text] for text in lacking(cell, seed)}
     score(first, settings, seed, cell, {text: path for text, path in texts.items() if text != "hotpotqa"})
     if "hotpotqa" not in texts:
         return

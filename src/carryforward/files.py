@@ -32,8 +32,8 @@ def name_of(parts: Sequence[str], how: Any) -> str:
 
 
 def write_json(path: str | os.PathLike, content: Any) -> None:
-    """Write JSON whole, for people to read too."""
-    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    """Write JSON whole: in ASCII, so that any locale reads it and names that are no Unicode can be written."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_whole(path: str | os.PathLike, text: str) -> None:

@@ -28,6 +28,7 @@ from .scoring import deep_windows, horizon, token_losses
 from .settings import HorizonSettings
 from .table import markdown_table
 
+DEPTHS = (0, 1, 2, 4, 8)
 _POSITIONS = 30  # points of the figure
 _WINDOWS = (1, 2, *(2**power + 1 for power in range(1, 31)))  # each stretch as long as all before it
 
@@ -38,7 +39,7 @@ def survey(name: str, settings: HorizonSettings, *, device: str | None = None) -
     device = usable_device(device)
     loaded = load_causal(name)
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
-    depths = tuple(sorted({0, *settings.depth}))
+    depths = tuple(sorted({0, *(settings.depth or DEPTHS)}))
     split = settings.split or usual_split(settings.data, "validation")
     corpus = open_corpus(settings.data, split, text_field=settings.text_field)
     documents = tokenise(corpus, loaded.tokenizer, max_tokens=settings.max_document_tokens)

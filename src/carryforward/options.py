@@ -110,7 +110,7 @@ def options(settings: type) -> Callable[[Callable], Callable]:
             command(made, **given)
 
         rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in list(own.values())[1:]]
-        ordered = [*options, *rest]
+        ordered = sorted([*options, *rest], key=lambda one: one.default is not inspect.Parameter.empty)
         run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
         return run
@@ -121,7 +121,6 @@ def options(settings: type) -> Callable[[Callable], Callable]:
 # the command line has lists where settings have tuples
 _LISTS: dict[Any, Any] = {
     tuple[float, ...]: list[float],
-    tuple[int, ...]: list[int],
     tuple[int, ...] | None: list[int] | None,
     tuple[str, ...] | None: list[str] | None,
 }

@@ -236,12 +236,12 @@ class EvaluateSettings(ScoringSettings):
 class HorizonSettings(ScoringSettings):
     """What `carryforward horizon` measures."""
 
-    depth: tuple[int, ...] = _setting((0, 1, 2, 4, 8), "Windows back, several.")
+    depth: tuple[int, ...] | None = _setting(None, "Windows back, several (0 1 2 4 8).")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(depth < 0 for depth in self.depth):
-            raise ValueError(f"--depth {' '.join(map(str, self.depth))}: windows are counted from 0.")
+        if any(depth < 0 for depth in self.depth or ()):
+            raise ValueError(f"--depth {' '.join(map(str, self.depth or ()))}: windows are counted from 0.")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ..files import written_whole
 from .texts import decode
 
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}  # all others are as they are
+_PACKERS: dict[str, Callable[[bytes], bytes]] = {".gz": partial(gzip.compress, mtime=0), ".xz": lzma.compress}
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ def write_questions(questions: Sequence[Question], path: Path) -> None:
         rows.setdefault(question.document, []).append(row)
     paragraphs = [{"context": document, "qas": qas} for document, qas in rows.items()]
     content = {"version": "2.0", "data": [{"title": "", "paragraphs": paragraphs}]}
-    opened = _OPENERS.get(path.suffix, open)
-    with written_whole(path) as beside, opened(beside, "wt", encoding="utf-8", newline="") as file:
-        file.write(json.dumps(content, ensure_ascii=False) + "\n")
+    raw = (json.dumps(content, ensure_ascii=False) + "\n").encode()
+    with written_whole(path) as beside:
+        beside.write_bytes(_PACKERS[path.suffix](raw) if path.suffix in _PACKERS else raw)
 
 
 def _check_ids(questions: Sequence[Question], path: Path) -> None:
