@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, help="others need --out")
     parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
-    parser.add_argument("--limit-gb", type=float, help="skip what is expected to need more (CPU: 10, GPU: no limit)")
+    parser.add_argument("--limit-gb", type=float, help="skip what needs more (CPU: 10, GPU: no limit); needs --out")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/memory-DEVICE.json)")
     parser.add_argument("--figure", type=Path, metavar="JSON", help="draw a PNG beside it and print a table")
     parser.add_argument("--case", nargs=2, metavar=("MODE", "WINDOWS"), help="one case only, printed as a JSON line")
@@ -227,8 +227,9 @@ def main() -> None:
     elif args.case:
         print(json.dumps(measure(args.device, args.bf16, args.case[0], int(args.case[1]))))
     else:
-        if args.windows != WINDOWS and not args.out:
-            parser.error("--windows needs --out, or a run of some would replace the results of all")
+        for flag, part in (("--windows", args.windows != WINDOWS), ("--limit-gb", args.limit_gb is not None)):
+            if part and not args.out:
+                parser.error(f"{flag} needs --out, or a run of some would replace the results of all")
         run(args)
 
 

@@ -81,7 +81,10 @@ def test_what_another_run_left_is_not_taken_for_ones_own(record, out):
     assert out.read_text() == EARLIER
 
 
-@pytest.mark.parametrize(("name", "some"), [("memory", ["--windows", "4"]), ("generation", ["--shapes", "7M"])])
+@pytest.mark.parametrize(
+    ("name", "some"),
+    [("memory", ["--windows", "4"]), ("memory", ["--limit-gb", "1"]), ("generation", ["--shapes", "7M"])],
+)
 def test_a_run_of_some_cases_needs_a_file_of_its_own(script, monkeypatch, capsys, name, some):
     module, runs = script(name), []
     monkeypatch.setattr(module, "run", runs.append)
