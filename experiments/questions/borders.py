@@ -5,8 +5,6 @@ That bounds what a state can bring: where a window has all of it, nothing is to 
 in the order of its file.
 """
 
-import json
-import lzma
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import numpy as np
 
 from carryforward.adding import pair_tokens
 from carryforward.data.encoding import tokens_of
-from carryforward.data.questions import Question, read_questions
+from carryforward.data.questions import Question, read_json, read_questions
 from carryforward.loading import load_tokenizer
 from carryforward.provenance import provenance
 from carryforward.windows import encoder_schedule
@@ -59,8 +57,7 @@ def _passages(questions: Sequence[Question], files: Sequence[Path]) -> list[list
 
 def _supporting(questions: Sequence[Question], path: Path) -> list[list[Stretch]]:
     """The sentences that support each answer; none where the file does not say which."""
-    with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
-        rows = {row["_id"]: row for row in json.load(file)}
+    rows = {row["_id"]: row for row in read_json(path)}
     found: list[list[Stretch]] = []
     for question in questions:
         row, found_here = rows[question.id], []

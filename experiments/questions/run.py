@@ -50,15 +50,13 @@ def main() -> None:
         help="write the page, and run nothing; or the other way round",
     )
     given = parser.parse_args()
-    if given.borders:
-        encoder, squad, hotpot = given.paths
-        found = borders.find(encoder, prepare(squad, hotpot), sorted(squad.glob(SHIFTS)))
-        write_json(HERE / "borders.json", found)
-    elif not given.tables:
+    if not given.tables:
         encoder, squad, hotpot = given.paths
         files = prepare(squad, hotpot)
         cells = [(cell, seed) for cell in given.only for seed in given.seeds or seeds_of(cell) if lacking(cell, seed)]
-        if given.jobs > 1:
+        if given.borders:
+            write_json(HERE / "borders.json", borders.find(encoder, files, sorted(squad.glob(SHIFTS))))
+        elif given.jobs > 1:
             command = [__file__, *map(str, given.paths), "--no-tables"]
             run_side_by_side(
                 {f"{cell}-seed{seed}": [*command, "--only", cell, "--seeds", str(seed)] for cell, seed in cells},

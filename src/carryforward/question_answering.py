@@ -68,7 +68,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         own = [(name, part) for name, part in self.base.named_children() if part is not self._body]
         return [("kinds", self.kinds), *((name, part) for name, part in own if any(True for _ in part.parameters()))]
 
-    def prefixes(self, question_ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None) -> list[list[int]]:
+    def prefixes(self, question_ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None = None) -> list[list[int]]:
         """What stands in front of every window: special tokens, the row's question, the separator."""
         recurrence = self.config.recurrence
         rows = question_ids.tolist() if isinstance(question_ids, Tensor) else [list(row) for row in question_ids]

@@ -8,6 +8,7 @@ and the Hub's rows of it. Rows are a JSON list or JSON lines. Files may be compr
 import gzip
 import json
 import lzma
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from typing import Any
 from ..files import written_whole
 from .texts import decode
 
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}  # all others are as they are
-_PACKERS: dict[str, Callable[[bytes], bytes]] = {".gz": partial(gzip.compress, mtime=0), ".xz": lzma.compress}
+# how a file is packed and unpacked, by its ending; all others are as they are
+_PACKED: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
+    ".gz": (partial(gzip.compress, mtime=0), gzip.decompress),
+    ".xz": (lzma.compress, lzma.decompress),
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Question:
 def read_questions(path: str | Path) -> list[Question]:
     """All questions of a file. Those whose answer is not in the text are there too: see `Question.aligned`."""
     path = Path(path)
-    content = _content(path)
+    content = read_json(path)
     try:
         found = list(_questions(content, path))
     except (KeyError, TypeError, AttributeError) as error:
@@ -100,9 +104,9 @@ def write_questions(questions: Sequence[Question], path: Path) -> None:
         rows.setdefault(question.document, []).append(row)
     paragraphs = [{"context": document, "qas": qas} for document, qas in rows.items()]
     content = {"version": "2.0", "data": [{"title": "", "paragraphs": paragraphs}]}
-    raw = (json.dumps(content, ensure_ascii=False) + "\n").encode()
+    pack, _ = _PACKED.get(path.suffix, (bytes, bytes))
     with written_whole(path) as beside:
-        beside.write_bytes(_PACKERS[path.suffix](raw) if path.suffix in _PACKERS else raw)
+        beside.write_bytes(pack((json.dumps(content, ensure_ascii=False) + "\n").encode()))
 
 
 def _check_ids(questions: Sequence[Question], path: Path) -> None:
@@ -132,13 +136,14 @@ def _questions(content: Any, path: Path) -> Iterator[Question]:
         yield from (_checked(of_row, row, number, path) for number, row in enumerate(content))
 
 
-def _content(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """What a file holds, or a list of what its lines do."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file.")
+    _, unpack = _PACKED.get(path.suffix, (bytes, bytes))
     try:
-        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
-            raw = file.read()
-    except (OSError, EOFError, lzma.LZMAError) as error:
+        raw = unpack(path.read_bytes())
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     text = decode(raw, path)
     try:
