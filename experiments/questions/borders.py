@@ -2,7 +2,7 @@
 """Where windows cut what a question is about: its passage in a joined document, or the sentences that bear an answer.
 
 That bounds what a state can bring: where a window has all of it, nothing is to be carried. A letter for each question,
-in the order of its file.
+in the order of its file. And how many windows a question takes, which is what an overlap costs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cells import CELLS, TEXTS, TRIED
 
 from carryforward.adding import pair_tokens
 from carryforward.data.encoding import tokens_of
 from carryforward.data.questions import Question, read_json, read_questions
 from carryforward.loading import load_tokenizer
 from carryforward.provenance import provenance
-from carryforward.windows import encoder_schedule
+from carryforward.windows import Window, encoder_schedule
 
 WINDOWS = (256, 512)
 PASSAGE = {
@@ -28,21 +29,33 @@ PASSAGE = {
 }
 SUPPORT = {"o": "all in one window", "s": "in several windows"}
 Stretch = tuple[int, int]  # characters of a document, [from, to)
+Tokens = tuple[np.ndarray, np.ndarray, int]  # of a document, where they are in it, and what of a window is before them
 
 
 def find(encoder: Path, files: dict[str, Path], squad: Sequence[Path]) -> dict[str, Any]:
-    """For SQuADShifts and HotpotQA, by window, what disjoint windows make of each question."""
+    """By text and window, what disjoint windows make of each question, and how many windows one takes on average."""
     tokenizer = load_tokenizer(str(encoder))
-    asked = {text: read_questions(files[text]) for text in ("squadshifts", "hotpotqa")}
+    asked = {text: read_questions(files[text]) for text in TEXTS}
     stretches = {
         "squadshifts": _passages(asked["squadshifts"], squad),
         "hotpotqa": _supporting(asked["hotpotqa"], files["hotpotqa"]),
     }
-    found: dict[str, Any] = {**provenance("cpu"), "model": Path(encoder).name}
+    found: dict[str, Any] = {**provenance("cpu"), "model": Path(encoder).name, "windows": {}}
     for text, questions in asked.items():
-        found[text] = {str(window): "".join(_letters(questions, stretches[text], window, tokenizer))
-                       for window in WINDOWS}  # fmt: skip
+        suffix, read = len(pair_tokens(tokenizer)[2]), [*_read(questions, tokenizer)]
+        found["windows"][text] = {
+            f"{window}-{overlap}": np.mean([len(_windows(one, window, overlap, suffix)) for one in read]).round(2)
+            for window, overlap in sorted({windows_of(cell) for cell in CELLS | TRIED})
+        }
+        if text in stretches:
+            found[text] = {str(window): "".join(_letters(questions, read, stretches[text], window, suffix))
+                           for window in WINDOWS}  # fmt: skip
     return found
+
+
+def windows_of(cell: str) -> tuple[int, int]:
+    """A cell's window and overlap."""
+    return (CELLS | TRIED)[cell]["window"], (CELLS | TRIED)[cell].get("overlap", 0)
 
 
 def _passages(questions: Sequence[Question], files: Sequence[Path]) -> list[list[Stretch]]:
@@ -70,24 +83,37 @@ def _supporting(questions: Sequence[Question], path: Path) -> list[list[Stretch]
     return found
 
 
-def _letters(
-    questions: Sequence[Question], stretches: Sequence[Sequence[Stretch]], window: int, tokenizer: Any
-) -> Iterator[str]:
-    prefix, separator, suffix = map(len, pair_tokens(tokenizer))
+def _read(questions: Sequence[Question], tokenizer: Any) -> Iterator[Tokens]:
+    prefix, separator, _ = map(len, pair_tokens(tokenizer))
     own = tokens_of(tokenizer, [question.question for question in questions], offsets=False)
     texts = tokens_of(tokenizer, [question.document for question in questions], offsets=True)
-    for question, some, (asked, _), (ids, offsets) in zip(questions, stretches, own, texts, strict=True):
-        before = prefix + len(asked) + separator
-        windows = [(one.start, one.end) for one in encoder_schedule(len(ids), window, prefix=before, suffix=suffix)]
+    for (asked, _), (ids, offsets) in zip(own, texts, strict=True):
+        yield ids, offsets, prefix + len(asked) + separator
+
+
+def _windows(read: Tokens, window: int, overlap: int, suffix: int) -> list[Window]:
+    ids, _, before = read
+    return [*encoder_schedule(len(ids), window, overlap, prefix=before, suffix=suffix)]
+
+
+def _letters(
+    questions: Sequence[Question],
+    read: Sequence[Tokens],
+    stretches: Sequence[Sequence[Stretch]],
+    window: int,
+    suffix: int,
+) -> Iterator[str]:
+    for question, one, some in zip(questions, read, stretches, strict=True):
+        windows, (_, offsets, _) = _windows(one, window, 0, suffix), one
         places = [_tokens(offsets, stretch) for stretch in some]
         if question.format == "squad":
             assert question.place is not None
-            yield _cut(places[0], _tokens(offsets, question.place), [start for start, _ in windows[1:]])
+            yield _cut(places[0], _tokens(offsets, question.place), [after.start for after in windows[1:]])
         elif not places:
             yield "?"
         else:
             first, last = min(place[0] for place in places), max(place[1] for place in places)
-            yield "o" if any(start <= first and last < end for start, end in windows) else "s"
+            yield "o" if any(seen.start <= first and last < seen.end for seen in windows) else "s"
 
 
 def _tokens(offsets: np.ndarray, stretch: Stretch) -> tuple[int, int]:

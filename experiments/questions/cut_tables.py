@@ -12,13 +12,15 @@ from comparing import RESAMPLES, Results, Seeds, by_question, interval, pairs, t
 from carryforward.table import markdown_table
 
 CUTS = HERE / "borders.json"
+KINDS = ("recurrent", "kept", "overlapping")
 LEFT = "b2c"  # borders that have something of the passage on their left which the answer's window lacks
 Letters = dict[int, np.ndarray]  # of each question, by window
 ABOUT = """
 What a window does not have is, for SQuADShifts, the rest of the question's own passage: the others know nothing of it,
 though a state might tell that a better answer was seen before. For HotpotQA it is the other sentences that an answer
-rests on. The state comes from the left, so that it should help where a border is before the answer or within it. A
-question is told by the first of its accepted answers.
+rests on. The state comes from the left, so that it should help where a border is before the answer or within it;
+windows that overlap by 100 tokens see both sides. Borders are those of disjoint windows, and a question is told by the
+first of its accepted answers.
 """
 WHOLE = """
 What is it worth to see a passage whole? Windows of 512 without a state against those of 256, where the former have the
@@ -40,7 +42,7 @@ def where_windows_cut(results: Results) -> list[str]:
         ("squadshifts", PASSAGE, "the question's passage is"),
         ("hotpotqa", SUPPORT, "what supports the answer is"),
     ):
-        head = ["window", f"{text}: {about}", "questions", "disjoint: F1", "recurrent against it", "kept against it"]
+        head = ["window", f"{text}: {about}", "questions", "disjoint: F1", *(f"{kind} against it" for kind in KINDS)]
         rows = [_row(results, text, window, name, cuts[text][window] == letter)
                 for window in WINDOWS for letter, name in names.items()]  # fmt: skip
         lines += ["", markdown_table(head, rows, words=2)]
@@ -50,7 +52,7 @@ def where_windows_cut(results: Results) -> list[str]:
 def _row(results: Results, text: str, window: int, name: str, some: np.ndarray) -> list[str]:
     plain = results[f"disjoint-{window}", text]
     f1 = np.mean([np.array(one["rows"][0]["f1_each"])[some].mean() for one in plain.values()]) / 10
-    gains = [_gain(results.get((f"{kind}-{window}", text)), plain, some) for kind in ("recurrent", "kept")]
+    gains = [_gain(results.get((f"{kind}-{window}", text)), plain, some) for kind in KINDS]
     return [f"{window}", name, f"{some.sum():,}", f"{f1:.2f}", *gains]
 
 
