@@ -179,7 +179,11 @@ def test_what_finds_answers_is_trained_too(tmp_path):
 
     with pytest.raises(ValueError, match=r"modules_to_save=\['recurrence', 'kinds', 'qa_outputs'\]"):
         QuestionTrainer(wrapped(["recurrence"]), args, asked, tokenizer=tokenizer)
-    QuestionTrainer(wrapped(["recurrence", "kinds", "qa_outputs"]), args, asked, tokenizer=tokenizer).train()
+    model = wrapped(["recurrence", "kinds", "qa_outputs"])
+    trainer = QuestionTrainer(model, args, asked, tokenizer=tokenizer)
+    assert model.base_model.model.kinds.modules_to_save["default"].bias[0] == 0  # spans: the logarithm of all
+    assert model.base_model.model.kinds.modules_to_save["default"].bias[1] < -3
+    trainer.train()
 
 
 def test_adapters_that_trainer_would_not_find_again_are_refused(tmp_path):

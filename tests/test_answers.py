@@ -17,7 +17,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 import carryforward as cf
-from carryforward import answering
+from carryforward import answering, spans
 from carryforward.answer_scores import normalised, score
 from carryforward.answering import Found, answer_all, ask, best
 from carryforward.data.joining import join_files, join_passages
@@ -269,9 +269,11 @@ def test_no_answer_is_found_twice():
     assert best(logits, "京", np.array([(0, 1), (0, 1)]), top_k=5) == [Found("京", "span", pytest.approx(1), 0, 1)]
 
 
+@pytest.mark.parametrize("at_once", [1, 20, 10**6])
 @pytest.mark.parametrize("top_k", [1, 3, 200])
-def test_stretches_of_the_same_characters_are_one_however_many(top_k):
+def test_stretches_of_the_same_characters_are_one_however_many(top_k, at_once, monkeypatch):
     """Three characters of four tokens each, as byte-level tokenizers have them, then a word: against all pairs."""
+    monkeypatch.setattr(spans, "_AT_ONCE", at_once)
     document, offsets = "😀👍🎉 ok", np.array([(0, 1)] * 4 + [(1, 2)] * 4 + [(2, 3)] * 4 + [(3, 6)])
     starts, ends = (torch.randn(13, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     shares = {}

@@ -343,6 +343,24 @@ def test_an_answer_without_tokens_is_lost(home, tmp_path):
     assert len(trainer.train_dataset) == 1
 
 
+def test_training_begins_with_the_kinds_of_answers_there_are(home, trained, tmp_path):
+    """Not with all alike, nor with spans alone, which few questions without an answer would be slow to unlearn."""
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    model = cf.add_recurrence(BertModel.from_pretrained(home / "model"), tokenizer=tokenizer, head="question-answering")
+    span = Question("a", "What?", "The sign.", (Answer("sign", 4),), "span", "squad")
+    none = Question("b", "What?", "The sign.", (), "none", "squad")
+    arguments = QuestionTrainingArguments(str(tmp_path), use_cpu=True)
+    for asked, expected in ([span, span, none], [2 / 3, 0.02, 0.02, 1 / 3]), ([span], [1, 0.02, 0.02, 0.02]):
+        QuestionTrainer(model, arguments, asked, tokenizer=tokenizer)
+        assert not model.tells_kinds
+        torch.testing.assert_close(model.kinds.bias.exp(), torch.tensor(expected))
+    before = load_finder(str(trained)).model  # has learned them already
+    after = load_finder(str(trained)).model
+    QuestionTrainer(after, arguments, [none], tokenizer=tokenizer)
+    assert after.tells_kinds
+    assert torch.equal(before.kinds.bias, after.kinds.bias)
+
+
 def test_both_models_start_alike(home):
     """The plain baseline differs in the state alone: the same weights at first, the same windows."""
     tokenizer = AutoTokenizer.from_pretrained(home / "model")

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a question and a text of any length to answers: words, characters, probabilities."""
 
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
@@ -20,6 +18,7 @@ from .data.questions import Question
 from .data.samples import by_length, pad
 from .modeling import evaluating
 from .question_answering import KINDS, RecurrentForQuestionAnswering
+from .spans import best_spans, characters
 
 logger = logging.get_logger(__name__)
 MAX_TOKENS = 30  # of an answer
@@ -148,7 +147,7 @@ def answer_all(
     for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
-    told_apart = bool(model.kinds.weight.any())  # or it only knows stretches
+    told_apart = model.tells_kinds
     if allow_none and not told_apart:
         logger.warning_once("The model was never trained to tell when there is no answer, and will always give one.")
     found: list[list[Found]] = [[] for _ in asked]
@@ -209,7 +208,7 @@ def best(
 
     The most probable kind comes first, whatever is left to its single stretches.
     """
-    begins, stops = _characters(document, offsets)
+    begins, stops = characters(document, offsets)
     blank = torch.from_numpy(begins >= stops)
     starts, ends = (scores.masked_fill(blank, -torch.inf).log_softmax(-1) for scores in logits[:2])
     kinds = logits[2].clone()
@@ -217,55 +216,7 @@ def best(
         kinds[KINDS.index("none")] = -torch.inf
     of_kind = dict(zip(KINDS, kinds.softmax(-1).tolist(), strict=True))
     found = [Found("" if kind == "none" else kind, kind, of_kind[kind]) for kind in KINDS[1:] if of_kind[kind] > 0]
-    for first, last, share in _spans(starts, ends, (begins, stops), top_k, max_answer_tokens):
+    for first, last, share in best_spans(starts, ends, (begins, stops), top_k, max_answer_tokens):
         begin, stop = int(begins[first]), int(stops[last])
         found.append(Found(document[begin:stop], "span", of_kind["span"] * share, begin, stop))
     return sorted(found, key=lambda one: (-of_kind[one.kind], -one.probability))[:top_k]
-
-
-def _characters(document: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each token's characters begin and stop without white space, which byte-level tokens bring along; with the
-    accents and vowel signs behind them, which a tokenizer may leave out. None are left of a token of white space."""
-    places = []
-    for begin, stop in offsets.tolist():
-        text = document[begin:stop]
-        begin, stop = begin + len(text) - len(text.lstrip()), stop - len(text) + len(text.rstrip())
-        while begin < stop < len(document) and _is_mark(document[stop]):
-            stop += 1
-        places.append((begin, stop))
-    begins, stops = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    return begins, stops
-
-
-def _is_mark(character: str) -> bool:
-    """Whether it belongs to the character before it and has no place of its own."""
-    return unicodedata.combining(character) > 0 or unicodedata.category(character) in ("Mn", "Me")
-
-
-def _spans(
-    starts: Tensor, ends: Tensor, characters: tuple[np.ndarray, np.ndarray], count: int, longest: int
-) -> list[tuple[int, int, float]]:
-    """The most probable stretches, [first, last] token, of at most so many; their share of all such ones.
-
-    Several tokens may be parts of one character. Stretches of the same characters are one, and it has the share of all.
-    """
-    longest = min(longest, len(starts))
-    # [N, longest]: the ends of all stretches that begin at a token
-    following = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(0, longest, 1)
-    scores = starts[:, None] + following
-    shares = (scores - scores.flatten().logsumexp(0)).exp()
-    first, last = (torch.from_numpy(_outermost(places, back)) for places, back in zip(characters, (1, -1), strict=True))
-    reach = F.pad(last, (0, longest - 1), value=0).unfold(0, longest, 1) - first[:, None]
-    width = int(reach.max()) + 1
-    places = first[:, None] * width + reach.clamp(min=0)  # what is padded has no share
-    together = shares.new_zeros(len(starts) * width).index_add_(0, places.flatten(), shares.flatten())
-    values, found = together.topk(min(count, int((together > 0).sum())))
-    pairs = zip(found.tolist(), values.tolist(), strict=True)
-    return [(place // width, place // width + place % width, share) for place, share in pairs]
-
-
-def _outermost(places: np.ndarray, step: int) -> np.ndarray:
-    """For each token the first of those at the same character, or from behind, with -1, the last."""
-    _, index, inverse = np.unique(places[::step], return_index=True, return_inverse=True)
-    found = index[inverse][::step]
-    return found if step == 1 else len(places) - 1 - found

@@ -24,7 +24,7 @@ from .program import Emit
 from .reading import IGNORE, Cell
 
 KINDS = ("span", "yes", "no", "none")  # of answers
-_SPAN_AT_FIRST = 4.0  # a head that was trained on spans alone is to give spans
+_LEAST = 0.02  # share of a kind that was never seen, so that it can be learned later
 
 
 @dataclass
@@ -53,8 +53,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         super().__init__(config, base)
         self.kinds = nn.Linear(config.base_config.hidden_size, len(KINDS))
         nn.init.zeros_(self.kinds.weight)
-        with torch.no_grad():
-            self.kinds.bias.copy_(torch.tensor([_SPAN_AT_FIRST, 0.0, 0.0, 0.0]))
+        nn.init.zeros_(self.kinds.bias)
         self.kinds._is_hf_initialized = True  # type: ignore[assignment]
 
     def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
@@ -67,6 +66,18 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         """What is above the encoder, by name: the base model's head, and what tells kinds of answers apart."""
         own = [(name, part) for name, part in self.base.named_children() if part is not self._body]
         return [("kinds", self.kinds), *((name, part) for name, part in own if any(True for _ in part.parameters()))]
+
+    @property
+    def tells_kinds(self) -> bool:
+        """Whether it was ever trained to: or it only knows stretches of the document."""
+        return bool(self.kinds.weight.any())
+
+    @torch.no_grad()
+    def expect(self, kinds: Sequence[int]) -> None:
+        """Begin training with these kinds of answers as likely as they are here, unless it was trained before."""
+        if not self.tells_kinds:
+            shares = torch.bincount(torch.tensor(kinds), minlength=len(KINDS)) / len(kinds)
+            self.kinds.bias.copy_(shares.clamp(min=_LEAST).log())
 
     def prefixes(self, question_ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None = None) -> list[list[int]]:
         """What stands in front of every window: special tokens, the row's question, the separator."""

@@ -62,9 +62,10 @@ class QuestionTrainer(WholeTrainer):
         self.lost = [question.id for question, sample in zip(train_dataset, found, strict=True) if sample is None]
         if len(self.lost) == len(found):
             raise ValueError(f"none of {len(train_dataset)} questions has an answer in its document.")
+        samples = [sample for sample in found if sample is not None]
+        inner.expect([sample["kind"] for sample in samples])
         super().__init__(
-            model, args, data_collator=_collate,
-            train_dataset=[sample for sample in found if sample is not None],  # type: ignore[arg-type]
+            model, args, data_collator=_collate, train_dataset=samples,  # type: ignore[arg-type]
             eval_dataset=None if eval_dataset is None else ask(inner, eval_dataset, tokenizer),  # type: ignore[arg-type]
             processing_class=tokenizer, **kwargs,
         )  # fmt: skip
