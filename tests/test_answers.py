@@ -274,8 +274,9 @@ def test_no_answer_is_found_twice():
 def test_stretches_of_the_same_characters_are_one_however_many(top_k, at_once, monkeypatch):
     """Three characters of four tokens each, as byte-level tokenizers have them, then a word: against all pairs."""
     monkeypatch.setattr(spans, "_AT_ONCE", at_once)
-    document, offsets = "😀👍🎉 ok", np.array([(0, 1)] * 4 + [(1, 2)] * 4 + [(2, 3)] * 4 + [(3, 6)])
-    starts, ends = (torch.randn(13, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    document = "😀👍🎉 ok"  # and a token that is no character
+    offsets = np.array([(0, 1)] * 4 + [(1, 2)] * 4 + [(2, 3)] * 4 + [(3, 6), (0, 0)])
+    starts, ends = (torch.randn(14, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     shares = {}
     for start, end in itertools.combinations_with_replacement(range(13), 2):
         if end - start >= 9:

@@ -7,10 +7,10 @@ in the order of its file. And how many windows a question takes, which is what a
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from cells import CELLS, TEXTS, TRIED
+from cells import CELLS, TEXTS, TRIED, windows_of
 
 from carryforward.adding import pair_tokens
 from carryforward.data.encoding import tokens_of
@@ -29,7 +29,14 @@ PASSAGE = {
 }
 SUPPORT = {"o": "all in one window", "s": "in several windows"}
 Stretch = tuple[int, int]  # characters of a document, [from, to)
-Tokens = tuple[np.ndarray, np.ndarray, int]  # of a document, where they are in it, and what of a window is before them
+
+
+class Read(NamedTuple):
+    """A question's document in tokens, the characters each is, and how many stand before it in a window."""
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    before: int
 
 
 def find(encoder: Path, files: dict[str, Path], squad: Sequence[Path]) -> dict[str, Any]:
@@ -51,11 +58,6 @@ def find(encoder: Path, files: dict[str, Path], squad: Sequence[Path]) -> dict[s
             found[text] = {str(window): "".join(_letters(questions, read, stretches[text], window, suffix))
                            for window in WINDOWS}  # fmt: skip
     return found
-
-
-def windows_of(cell: str) -> tuple[int, int]:
-    """A cell's window and overlap."""
-    return (CELLS | TRIED)[cell]["window"], (CELLS | TRIED)[cell].get("overlap", 0)
 
 
 def _passages(questions: Sequence[Question], files: Sequence[Path]) -> list[list[Stretch]]:
@@ -83,32 +85,31 @@ def _supporting(questions: Sequence[Question], path: Path) -> list[list[Stretch]
     return found
 
 
-def _read(questions: Sequence[Question], tokenizer: Any) -> Iterator[Tokens]:
+def _read(questions: Sequence[Question], tokenizer: Any) -> Iterator[Read]:
     prefix, separator, _ = map(len, pair_tokens(tokenizer))
     own = tokens_of(tokenizer, [question.question for question in questions], offsets=False)
     texts = tokens_of(tokenizer, [question.document for question in questions], offsets=True)
     for (asked, _), (ids, offsets) in zip(own, texts, strict=True):
-        yield ids, offsets, prefix + len(asked) + separator
+        yield Read(ids, offsets, prefix + len(asked) + separator)
 
 
-def _windows(read: Tokens, window: int, overlap: int, suffix: int) -> list[Window]:
-    ids, _, before = read
-    return [*encoder_schedule(len(ids), window, overlap, prefix=before, suffix=suffix)]
+def _windows(read: Read, window: int, overlap: int, suffix: int) -> list[Window]:
+    return [*encoder_schedule(len(read.ids), window, overlap, prefix=read.before, suffix=suffix)]
 
 
 def _letters(
     questions: Sequence[Question],
-    read: Sequence[Tokens],
+    read: Sequence[Read],
     stretches: Sequence[Sequence[Stretch]],
     window: int,
     suffix: int,
 ) -> Iterator[str]:
     for question, one, some in zip(questions, read, stretches, strict=True):
-        windows, (_, offsets, _) = _windows(one, window, 0, suffix), one
-        places = [_tokens(offsets, stretch) for stretch in some]
+        windows = _windows(one, window, 0, suffix)
+        places = [_tokens(one.offsets, stretch) for stretch in some]
         if question.format == "squad":
             assert question.place is not None
-            yield _cut(places[0], _tokens(offsets, question.place), [after.start for after in windows[1:]])
+            yield _cut(places[0], _tokens(one.offsets, question.place), [after.start for after in windows[1:]])
         elif not places:
             yield "?"
         else:

@@ -38,6 +38,11 @@ def seeds_of(cell: str) -> list[int]:
     return SEEDS if cell in CELLS else SEEDS[:1]
 
 
+def windows_of(cell: str) -> tuple[int, int]:
+    """A cell's window and overlap."""
+    return (CELLS | TRIED)[cell]["window"], (CELLS | TRIED)[cell].get("overlap", 0)
+
+
 def lacking(cell: str, seed: int) -> list[str]:
     """Texts that a cell has not been scored on."""
     return [text for text in TEXTS if not (RESULTS / f"{cell}-seed{seed}" / f"{text}.json").exists()]

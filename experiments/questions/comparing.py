@@ -10,7 +10,6 @@ from cells import RESULTS
 RESAMPLES = 10_000
 Seeds = dict[int, dict[str, Any]]  # what a cell came to, by seed
 Results = dict[tuple[str, str], Seeds]  # by cell and text
-Pair = tuple[dict[str, Any], dict[str, Any]]  # scores to compare, of one seed
 
 
 def load() -> Results:
@@ -25,26 +24,24 @@ def baseline(cell: str) -> str:
     return f"disjoint-{cell.rpartition('-')[2]}"
 
 
-def pairs(ours: Seeds, theirs: Seeds) -> list[Pair]:
-    """Scores of both sides, with every seed that both have."""
-    return [(ours[seed]["rows"][0], theirs[seed]["rows"][0]) for seed in sorted(ours.keys() & theirs.keys())]
+def f1(found: Seeds, row: int = 0) -> np.ndarray:
+    """By seed and question, in points; of row 1 with the state removed."""
+    return np.array([found[seed]["rows"][row]["f1_each"] for seed in sorted(found)]) / 10
 
 
-def interval(compared: list[Pair], some: np.ndarray | None = None) -> tuple[float, float, float]:
-    """How much better the first F1 of a pair is, in points: the mean over seeds, and the 95 % interval of a paired
-    bootstrap, which draws seeds and questions again; of some questions, or of all."""
-    each = by_question(compared) if some is None else by_question(compared)[:, some]
-    random, means = np.random.default_rng(0), []
+def interval(ours: np.ndarray, theirs: np.ndarray, same_runs: bool = False) -> tuple[float, float, float]:
+    """How much better our F1 is than theirs, by seed and question both: the difference of means, and its 95 % interval
+    by a bootstrap. The same questions are drawn for both sides, and seeds for each on its own unless the runs are the
+    same."""
+    random, means, count = np.random.default_rng(0), list[float](), ours.shape[1]
     for _ in range(RESAMPLES):
-        seeds, questions = (random.integers(count, size=count) for count in each.shape)
-        means.append(each[seeds].mean(axis=0)[questions].mean())
+        times = np.bincount(random.integers(count, size=count), minlength=count)  # that each question is drawn
+        first, second = (side @ times / count for side in (ours, theirs))
+        seeds = random.integers(len(first), size=len(first))
+        others = seeds if same_runs else random.integers(len(second), size=len(second))
+        means.append(first[seeds].mean() - second[others].mean())
     low, high = np.percentile(means, [2.5, 97.5])
-    return float(each.mean()), float(low), float(high)
-
-
-def by_question(compared: list[Pair]) -> np.ndarray:
-    """By seed and question, in points."""
-    return np.array([np.subtract(*(side["f1_each"] for side in pair)) for pair in compared]) / 10
+    return float(ours.mean() - theirs.mean()), float(low), float(high)
 
 
 def told(mean: float, low: float, high: float) -> str:

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 from borders import PASSAGE, SUPPORT, WINDOWS
 from cells import HERE, TEXTS
-from comparing import RESAMPLES, Results, Seeds, by_question, interval, pairs, told
+from comparing import RESAMPLES, Results, Seeds, f1, interval, told
 
 from carryforward.table import markdown_table
 
@@ -51,22 +51,21 @@ def where_windows_cut(results: Results) -> list[str]:
 
 def _row(results: Results, text: str, window: int, name: str, some: np.ndarray) -> list[str]:
     plain = results[f"disjoint-{window}", text]
-    f1 = np.mean([np.array(one["rows"][0]["f1_each"])[some].mean() for one in plain.values()]) / 10
     gains = [_gain(results.get((f"{kind}-{window}", text)), plain, some) for kind in KINDS]
-    return [f"{window}", name, f"{some.sum():,}", f"{f1:.2f}", *gains]
+    return [f"{window}", name, f"{some.sum():,}", f"{f1(plain)[:, some].mean():.2f}", *gains]
 
 
 def _gain(ours: Seeds | None, plain: Seeds, some: np.ndarray, share: float = 1.0) -> str:
-    if not ours or not pairs(ours, plain):
+    if not ours:
         return ""
-    return told(*(share * figure for figure in interval(pairs(ours, plain), some)))
+    return told(*(share * figure for figure in interval(f1(ours)[:, some], f1(plain)[:, some])))
 
 
 def _if_whole(results: Results, cuts: Letters) -> str:
     small, large = results["disjoint-256", "squadshifts"], results["disjoint-512", "squadshifts"]
     kept = results.get(("kept-256", "squadshifts"))
     letters = [letter for letter in PASSAGE if letter != "w"]
-    parts = dict(zip(letters, _worth(by_question(pairs(large, small)), cuts, letters), strict=True))
+    parts = dict(zip(letters, _worth(f1(large), f1(small), cuts, letters), strict=True))
     rows = []
     for name, some in chain(
         ((PASSAGE[letter], [letter]) for letter in letters),
@@ -81,17 +80,17 @@ def _if_whole(results: Results, cuts: Letters) -> str:
     return markdown_table(head, rows)
 
 
-def _worth(each: np.ndarray, cuts: Letters, letters: list[str]) -> np.ndarray:
+def _worth(large: np.ndarray, small: np.ndarray, cuts: Letters, letters: list[str]) -> np.ndarray:
     """For each letter what was found, then the same in samples of seeds and questions, [letters, 1 + samples]."""
     whole = cuts[512] == "w"
     both, groups = whole & (cuts[256] == "w"), [whole & (cuts[256] == letter) for letter in letters]
     shares = [np.mean(cuts[256] == letter) for letter in letters]
     random = np.random.default_rng(0)
 
-    def once(seeds: np.ndarray, draw: bool) -> list[float]:
-        mean = each[seeds].mean(axis=0)
+    def once(draw: bool) -> list[float]:
+        of = [side[random.integers(len(side), size=len(side))] if draw else side for side in (large, small)]
+        mean = of[0].mean(axis=0) - of[1].mean(axis=0)
         means = [(random.choice(mean[some], some.sum()) if draw else mean[some]).mean() for some in (both, *groups)]
         return [share * (found - means[0]) for share, found in zip(shares, means[1:], strict=True)]
 
-    drawn = (once(random.integers(len(each), size=len(each)), True) for _ in range(RESAMPLES))
-    return np.array([once(np.arange(len(each)), False), *drawn]).T
+    return np.array([once(draw=False), *(once(draw=True) for _ in range(RESAMPLES))]).T

@@ -2,9 +2,11 @@
 """The figure: what each cell gains on disjoint windows of the same length, and what is left with its state removed."""
 
 from cells import CELLS, HERE, TEXTS, TRIED
-from comparing import Results, baseline, interval, pairs
+from comparing import Results, baseline, f1, interval
 
 from carryforward.figure import COLOURS, dress, empty, save
+
+COLOURED = {COLOURS[0]: "main cells", COLOURS[1]: "overlap", "#6b6b6b": "the vector otherwise"}
 
 
 def draw(results: Results) -> None:
@@ -15,11 +17,14 @@ def draw(results: Results) -> None:
         for height, cell in enumerate(names):
             _cell(axes, results, cell, text, height)
         axes.axvline(0, color="#454545", linewidth=1)
-        dress(axes, about.partition(",")[0], "points of F1 against disjoint windows", "")
+        dress(axes, about.partition(", trained")[0].partition(", joined")[0], "F1 against disjoint windows as long", "")
         axes.set_yticks(range(len(names)), names if axes is every[0] else [""] * len(names))
-    every[0].plot([], [], "o", color="#454545", label="mean and 95 % interval\n(thick: three seeds)")
-    every[0].plot([], [], "o", color="#454545", markerfacecolor="white", label="state removed")
-    every[0].legend(fontsize=8.5, edgecolor="none", loc="center right", bbox_to_anchor=(1.0, 0.31))
+    every[0].plot([], [], "o-", color="#454545", linewidth=3, label="95 % interval, three seeds")
+    every[0].plot([], [], "o-", color="#454545", linewidth=1.4, label="one seed")
+    every[0].plot([], [], "o", color="#454545", markersize=4, markerfacecolor="white", label="state removed")
+    for colour, name in COLOURED.items():
+        every[0].plot([], [], "s", color=colour, label=name)
+    drawn.legend(fontsize=9, edgecolor="none", loc="outside lower center", ncols=6)
     save(drawn, HERE / "figure.png")
 
 
@@ -28,12 +33,11 @@ def _cell(axes, results: Results, cell: str, text: str, height: int) -> None:
     if not found or not plain:
         axes.annotate("not measured", (0, height), (4, 0), textcoords="offset points", fontsize=8, va="center")
         return
-    mean, low, high = interval(pairs(found, plain))
-    colour = COLOURS[0] if cell in CELLS else COLOURS[1] if "overlapping" in cell else "#6b6b6b"
+    mean, low, high = interval(f1(found), f1(plain))
+    main, overlapping, tried = COLOURED
+    colour = main if cell in CELLS else overlapping if "overlapping" in cell else tried
     axes.plot([low, high], [height, height], color=colour, linewidth=3 if len(found) > 1 else 1.4)
     axes.plot(mean, height, "o", color=colour, markersize=6)
-    without = [(one["rows"][1], plain[seed]["rows"][0]) for seed, one in found.items()
-               if len(one["rows"]) == 2 and seed in plain]  # fmt: skip
-    if without:
-        removed, _, _ = interval(without)
+    if all(len(one["rows"]) == 2 for one in found.values()):
+        removed = f1(found, row=1).mean() - f1(plain).mean()
         axes.plot(removed, height, "o", color=colour, markersize=4, markerfacecolor="white", zorder=4)

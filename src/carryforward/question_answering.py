@@ -24,7 +24,7 @@ from .program import Emit
 from .reading import IGNORE, Cell
 
 KINDS = ("span", "yes", "no", "none")  # of answers
-_LEAST = 0.02  # share of a kind that was never seen, so that it can be learned later
+_LEAST = 0.02  # what a kind is likely at first, however rare, so that it can be learned later
 
 
 @dataclass
@@ -53,7 +53,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         super().__init__(config, base)
         self.kinds = nn.Linear(config.base_config.hidden_size, len(KINDS))
         nn.init.zeros_(self.kinds.weight)
-        nn.init.zeros_(self.kinds.bias)
+        self._begin_with([KINDS.index("span")])
         self.kinds._is_hf_initialized = True  # type: ignore[assignment]
 
     def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
@@ -72,12 +72,16 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         """Whether it was ever trained to: or it only knows stretches of the document."""
         return bool(self.kinds.weight.any())
 
-    @torch.no_grad()
     def expect(self, kinds: Sequence[int]) -> None:
-        """Begin training with these kinds of answers as likely as they are here, unless it was trained before."""
+        """Begin training with kinds of answers as likely as they are among these, in the order of `KINDS`; without it
+        spans are. A model that was trained before, on spans alone too, stays as it is."""
         if not self.tells_kinds:
-            shares = torch.bincount(torch.tensor(kinds), minlength=len(KINDS)) / len(kinds)
-            self.kinds.bias.copy_(shares.clamp(min=_LEAST).log())
+            self._begin_with(kinds)
+
+    @torch.no_grad()
+    def _begin_with(self, kinds: Sequence[int]) -> None:
+        shares = [kinds.count(kind) / len(kinds) for kind in range(len(KINDS))]
+        self.kinds.bias.copy_(torch.tensor([max(share, _LEAST) for share in shares]).log())
 
     def prefixes(self, question_ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None = None) -> list[list[int]]:
         """What stands in front of every window: special tokens, the row's question, the separator."""

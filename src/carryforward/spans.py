@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_AT_ONCE = 2**20  # pairs of a start and an end: those of all that are far apart would not fit into memory
+_AT_ONCE = 2**20  # pairs of a start and an end, about: all of a long document would not fit into memory
 
 
 def characters(document: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -34,26 +34,28 @@ def _is_mark(character: str) -> bool:
 def best_spans(
     starts: Tensor, ends: Tensor, places: tuple[np.ndarray, np.ndarray], count: int, longest: int
 ) -> list[tuple[int, int, float]]:
-    """The most probable stretches, [first, last] token, of at most so many; their share of all such ones.
+    """The most probable stretches: the first and the last token, and their share of all that are not too long.
 
-    Several tokens may be parts of one character. Stretches of the same characters are one, and it has the share of all.
+    Several tokens may be parts of one character. Stretches of the same characters are one, which has the share of all,
+    and is told by the outermost of their tokens.
 
     Args:
-        starts, ends: log-probabilities of every token, [N].
+        starts, ends: log-probabilities of every token, [N]; -inf where it has no characters.
         places: where each token's characters begin and stop, as `characters` tells.
         count, longest: how many stretches, and of how many tokens.
     """
-    longest = min(longest, len(starts))
-    first, last = (torch.from_numpy(_outermost(some, step)) for some, step in zip(places, (1, -1), strict=True))
-    # views, [N, longest]: what is known of the ends of all stretches that begin at a token
-    following = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(0, longest, 1)
+    longest, blank = min(longest, len(starts)), places[0] >= places[1]
+    first, last = (torch.from_numpy(_outermost(some, blank, step)) for some, step in zip(places, (1, -1), strict=True))
+    # views, [N, longest]: for every stretch that begins at a token, what is known of its last one
+    scores = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(0, longest, 1)
     lasts = F.pad(last, (0, longest - 1), value=0).unfold(0, longest, 1)
     portions = [*_portions(first, longest)]
     # numbers, not tensors: a small one kept between large ones that are freed leaves holes that malloc cannot use again
-    every = torch.tensor([(starts[some, None] + following[some]).flatten().logsumexp(0).item() for some in portions])
+    sums = [(starts[some, None] + scores[some]).flatten().logsumexp(0).item() for some in portions]
+    total = torch.tensor(sums, dtype=starts.dtype).logsumexp(0)
     found: list[tuple[int, int, float]] = []
     for some in portions:
-        shares = (starts[some, None] + following[some] - every.logsumexp(0)).exp()
+        shares = (starts[some, None] + scores[some] - total).exp()
         reach = (lasts[some] - first[some, None]).clamp(min=0)  # what is padded has no share
         width = int(reach.max()) + 1
         place = (first[some, None] - some.start) * width + reach
@@ -66,7 +68,7 @@ def best_spans(
 
 
 def _portions(first: Tensor, longest: int) -> Iterator[slice]:
-    """Of the tokens that a stretch may begin at; those of one character are in one portion."""
+    """Tokens that stretches begin at, some at a time; those of one character are in one portion."""
     to_come = first.flip(0).cummin(0).values.flip(0)
     start = 0
     for begin in (to_come == torch.arange(len(first))).nonzero().flatten().tolist():
@@ -76,8 +78,9 @@ def _portions(first: Tensor, longest: int) -> Iterator[slice]:
     yield slice(start, len(first))
 
 
-def _outermost(places: np.ndarray, step: int) -> np.ndarray:
-    """For each token the first of those at the same character, or from behind, with -1, the last."""
-    _, index, inverse = np.unique(places[::step], return_index=True, return_inverse=True)
-    found = index[inverse][::step]
-    return found if step == 1 else len(places) - 1 - found
+def _outermost(places: np.ndarray, blank: np.ndarray, step: int) -> np.ndarray:
+    """For each token the first of those at the same character, or with -1, from behind, the last."""
+    found, real = np.arange(len(places)), np.flatnonzero(~blank)[::step]
+    _, index, inverse = np.unique(places[real], return_index=True, return_inverse=True)
+    found[real] = real[index[inverse]]
+    return found
