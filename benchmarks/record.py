@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from carryforward.files import write_whole
+from carryforward.files import write_json
 from carryforward.provenance import provenance
 
 Write = Callable[[dict[str, Any]], None]
@@ -27,7 +27,7 @@ def at_the_end(out: Path) -> Iterator[Write]:
 
     def write(report: dict[str, Any]) -> None:
         nonlocal written
-        write_whole(unfinished, json.dumps(report, indent=1) + "\n")
+        write_json(unfinished, report)
         written = True
 
     try:

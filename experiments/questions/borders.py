@@ -13,7 +13,7 @@ import numpy as np
 from cells import CELLS, TEXTS, TRIED, windows_of
 
 from carryforward.adding import pair_tokens
-from carryforward.data.encoding import tokens_of
+from carryforward.data.encoding import tokens_of, tokens_within
 from carryforward.data.questions import Question, read_json, read_questions
 from carryforward.loading import load_tokenizer
 from carryforward.provenance import provenance
@@ -119,7 +119,7 @@ def _letters(
 
 def _tokens(offsets: np.ndarray, stretch: Stretch) -> tuple[int, int]:
     """The first and the last token of a stretch of characters."""
-    inside = np.flatnonzero((offsets[:, 0] < stretch[1]) & (offsets[:, 1] > stretch[0]))
+    inside = tokens_within(offsets, *stretch)
     return int(inside[0]), int(inside[-1])
 
 

@@ -10,6 +10,8 @@ from cells import RESULTS
 RESAMPLES = 10_000
 Seeds = dict[int, dict[str, Any]]  # what a cell came to, by seed
 Results = dict[tuple[str, str], Seeds]  # by cell and text
+Interval = tuple[float, float, float]  # a mean, and its ends
+Gains = dict[tuple[str, str], Interval]  # on disjoint windows of the same length, by cell and text
 
 
 def load() -> Results:
@@ -29,7 +31,7 @@ def f1(found: Seeds, row: int = 0) -> np.ndarray:
     return np.array([found[seed]["rows"][row]["f1_each"] for seed in sorted(found)]) / 10
 
 
-def interval(ours: np.ndarray, theirs: np.ndarray, same_runs: bool = False) -> tuple[float, float, float]:
+def interval(ours: np.ndarray, theirs: np.ndarray, same_runs: bool = False) -> Interval:
     """How much better our F1 is than theirs, by seed and question both: the difference of means, and its 95 % interval
     by a bootstrap. The same questions are drawn for both sides, and seeds for each on its own unless the runs are the
     same."""
@@ -42,6 +44,11 @@ def interval(ours: np.ndarray, theirs: np.ndarray, same_runs: bool = False) -> t
         means.append(first[seeds].mean() - second[others].mean())
     low, high = np.percentile(means, [2.5, 97.5])
     return float(ours.mean() - theirs.mean()), float(low), float(high)
+
+
+def gains_of(results: Results) -> Gains:
+    compared = {(cell, text): results.get((baseline(cell), text)) for cell, text in results if cell != baseline(cell)}
+    return {key: interval(f1(results[key]), f1(plain)) for key, plain in compared.items() if plain}
 
 
 def told(mean: float, low: float, high: float) -> str:

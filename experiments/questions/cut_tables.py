@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a state makes of questions whose passage or support windows cut, and what seeing it whole would be worth."""
 
-import json
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from borders import PASSAGE, SUPPORT, WINDOWS
-from cells import HERE, TEXTS
+from cells import TEXTS
 from comparing import RESAMPLES, Results, Seeds, f1, interval, told
 
 from carryforward.table import markdown_table
 
-CUTS = HERE / "borders.json"
 KINDS = ("recurrent", "kept", "overlapping")
 LEFT = "b2c"  # borders that have something of the passage on their left which the answer's window lacks
 Letters = dict[int, np.ndarray]  # of each question, by window
@@ -30,11 +29,10 @@ kept keys and values gain on disjoint windows of 256 there.
 """
 
 
-def where_windows_cut(results: Results) -> list[str]:
-    """The section, as far as there are results for it."""
-    if not CUTS.exists() or any((f"disjoint-{window}", text) not in results for window in WINDOWS for text in TEXTS):
+def where_windows_cut(results: Results, found: dict[str, Any]) -> list[str]:
+    """The section, from the results and what `borders.find` found, as soon as both windows have some."""
+    if any((f"disjoint-{window}", text) not in results for window in WINDOWS for text in TEXTS):
         return []
-    found = json.loads(CUTS.read_text())
     cuts = {text: {window: np.array([*found[text][str(window)]]) for window in WINDOWS}
             for text in ("squadshifts", "hotpotqa")}  # fmt: skip
     lines = ["", "## What windows cut", "", " ".join(ABOUT.split())]

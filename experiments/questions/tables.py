@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 from cells import CELLS, HERE, TEXTS, TRIED, lacking, seeds_of, windows_of
-from comparing import Results, baseline, f1, interval, load, told
-from cut_tables import CUTS, where_windows_cut
+from comparing import Gains, Interval, Results, baseline, f1, gains_of, interval, load, told
+from cut_tables import where_windows_cut
 from drawing import draw
 
 from carryforward.figure import left_out
@@ -55,18 +55,23 @@ HEAD = [
 
 def tables() -> None:
     lines, results = ["# Questions about long documents", "", " ".join(ABOUT.split())], load()
+    gains, cuts = gains_of(results), json.loads((HERE / "borders.json").read_text())
     with left_out(HERE / "figure.png"):
-        draw(results)
+        draw(results, gains)
         lines += ["", "![Gains on disjoint windows](figure.png)"]
     lines += ["", "## Claim C7: about one point better than disjoint windows", "", " ".join(RULE.split()), ""]
-    lines += [verdict(results, text, cell) for text in TEXTS for cell in CELLS if not cell.startswith("disjoint")]
-    windows = json.loads(CUTS.read_text())["windows"]
+    lines += [
+        verdict(gains.get((cell, text)), len(results.get((cell, text), ())), f"{text}, {cell}")
+        for text in TEXTS for cell in CELLS if cell != baseline(cell)
+    ]  # fmt: skip
     for text, about in TEXTS.items():
-        rows = [_row(results, cell, text, windows) for cell in (CELLS | TRIED) if (cell, text) in results]
+        rows = [
+            _row(results, gains, cell, text, cuts["windows"]) for cell in (CELLS | TRIED) if (cell, text) in results
+        ]
         if rows:
             lines += ["", f"## {about}", "", _counts(results, text), "", markdown_table(HEAD, rows)]
-    lines += _overlapping(results, windows)
-    lines += where_windows_cut(results)
+    lines += _overlapping(results, cuts["windows"])
+    lines += where_windows_cut(results, cuts)
     lines += ["", *_made(results)]
     lines += ["", "Written by `python experiments/questions/run.py --tables`."]
     write_whole(HERE / "README.md", "\n".join(lines) + "\n")
@@ -77,13 +82,13 @@ def _counts(results: Results, text: str) -> str:
     return f"{data['questions']:,} questions; a question's document has {data['words']:,} words on average."
 
 
-def _row(results: Results, cell: str, text: str, windows: Windows) -> list[str]:
+def _row(results: Results, gains: Gains, cell: str, text: str, windows: Windows) -> list[str]:
     """Means over seeds; the gain over disjoint windows of the same length, and what the state's removal costs."""
-    found, plain = results[cell, text], results.get((baseline(cell), text))
+    found = results[cell, text]
     ours, exact = f1(found), np.mean([one["rows"][0]["exact"] for one in found.values()])
     by_seed = ", ".join(f"{one:.2f}" for one in ours.mean(axis=1))
     cells = [cell, str(len(found)), _taken(cell, text, windows), f"{exact:.2f}", f"{ours.mean():.2f}", by_seed]
-    cells += ["" if cell == baseline(cell) or plain is None else told(*interval(ours, f1(plain)))]
+    cells += [told(*gains[cell, text]) if (cell, text) in gains else ""]
     if any(len(one["rows"]) < 2 for one in found.values()):  # no state to remove
         return [*cells, "", ""]
     removed = f1(found, row=1)
@@ -123,17 +128,14 @@ def _made(results: Results) -> list[str]:
     return [f"{made}; commit {', '.join(sorted(commits))}.", *missing] if runs else []
 
 
-def verdict(results: Results, text: str, cell: str) -> str:
-    ours, theirs = (results.get((name, text)) for name in (cell, baseline(cell)))
-    what = f"* {text}, {cell}: "
-    if not ours or not theirs:
-        return what + "not measured yet."
-    mean, low, high = interval(f1(ours), f1(theirs))
-    found = f", {told(mean, low, high)} points, "
-    if len(ours) == 1:
-        return what + f"**undecided**{found}one seed."
+def verdict(gain: Interval | None, seeds: int, what: str) -> str:
+    if gain is None:
+        return f"* {what}: not measured yet."
+    _, low, high = gain
+    if seeds == 1:
+        return f"* {what}: **undecided**, {told(*gain)} points, one seed."
     if round(low, 1) > 0:
-        outcome = "**holds**" if round(high, 1) >= 1 else "**better, but by less**"
+        outcome = "holds" if round(high, 1) >= 1 else "better, but by less"
     else:
-        outcome = "**does not hold**" if round(high, 1) < 1 else "**undecided**"
-    return what + f"{outcome}{found}{len(ours)} seeds."
+        outcome = "does not hold" if round(high, 1) < 1 else "undecided"
+    return f"* {what}: **{outcome}**, {told(*gain)} points, {seeds} seeds."

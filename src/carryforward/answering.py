@@ -208,14 +208,13 @@ def best(
 
     The most probable kind comes first, whatever is left to its single stretches.
     """
-    begins, stops = characters(document, offsets)
-    blank = torch.from_numpy(begins >= stops)
-    starts, ends = (scores.masked_fill(blank, -torch.inf).log_softmax(-1) for scores in logits[:2])
-    kinds = logits[2].clone()
+    starts, ends, kinds = logits
+    kinds = kinds.clone()
     if not allow_none:
         kinds[KINDS.index("none")] = -torch.inf
     of_kind = dict(zip(KINDS, kinds.softmax(-1).tolist(), strict=True))
     found = [Found("" if kind == "none" else kind, kind, of_kind[kind]) for kind in KINDS[1:] if of_kind[kind] > 0]
+    begins, stops = characters(document, offsets)
     for first, last, share in best_spans(starts, ends, (begins, stops), top_k, max_answer_tokens):
         begin, stop = int(begins[first]), int(stops[last])
         found.append(Found(document[begin:stop], "span", of_kind["span"] * share, begin, stop))

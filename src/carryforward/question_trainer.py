@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers.trainer_utils import PredictionOutput
@@ -13,6 +12,7 @@ from transformers.trainer_utils import PredictionOutput
 from .adapters import frozen_by_peft, unwrapped
 from .answer_scores import percent, score_all
 from .answering import Asked, Found, answer_all, ask
+from .data.encoding import tokens_within
 from .data.questions import Question
 from .data.samples import pad
 from .question_answering import KINDS, RecurrentForQuestionAnswering
@@ -121,7 +121,7 @@ def _sample(asked: Asked) -> dict[str, Any] | None:
     question, start, end = asked.question, IGNORE, IGNORE
     if question.kind == "span":
         begin, stop = question.place or (0, 0)
-        inside = np.flatnonzero((asked.offsets[:, 0] < stop) & (asked.offsets[:, 1] > begin))
+        inside = tokens_within(asked.offsets, begin, stop)
         if not len(inside):
             return None
         start, end = int(inside[0]), int(inside[-1])

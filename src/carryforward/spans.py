@@ -40,11 +40,14 @@ def best_spans(
     and is told by the outermost of their tokens.
 
     Args:
-        starts, ends: log-probabilities of every token, [N]; -inf where it has no characters.
-        places: where each token's characters begin and stop, as `characters` tells.
+        starts, ends: logits of every token, [N].
+        places: where each token's characters begin and stop, as `characters` tells. One that has none is no answer.
         count, longest: how many stretches, and of how many tokens.
     """
     longest, blank = min(longest, len(starts)), places[0] >= places[1]
+    starts, ends = (
+        logits.masked_fill(torch.from_numpy(blank), -torch.inf).log_softmax(-1) for logits in (starts, ends)
+    )
     first, last = (torch.from_numpy(_outermost(some, blank, step)) for some, step in zip(places, (1, -1), strict=True))
     # views, [N, longest]: for every stretch that begins at a token, what is known of its last one
     scores = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(0, longest, 1)

@@ -131,6 +131,11 @@ def check_text(name: str, text: Any) -> None:
         ) from error
 
 
+def tokens_within(offsets: np.ndarray, begin: int, stop: int) -> np.ndarray:
+    """Which tokens stand for some of the characters [begin, stop), by the characters each stands for, [N, 2]."""
+    return np.flatnonzero((offsets[:, 0] < stop) & (offsets[:, 1] > begin))
+
+
 def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool) -> Iterator[tuple[np.ndarray, Any]]:
     """Each text's tokens without special ones, [N], and the characters each stands for, [N, 2], or None."""
     if offsets and not tokenizer.is_fast:
