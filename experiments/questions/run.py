@@ -51,6 +51,8 @@ def main() -> None:
     )
     given = parser.parse_args()
     if not given.tables:
+        if len(given.paths) != 3:
+            parser.error("give three paths: the encoder, the folder of SQuAD files, that of HotpotQA's; or --tables")
         encoder, squad, hotpot = given.paths
         files = prepare(squad, hotpot)
         cells = [(cell, seed) for cell in given.only for seed in given.seeds or seeds_of(cell) if lacking(cell, seed)]
