@@ -81,8 +81,8 @@ def job(name: str, what: str, model: Any, device: str, words: int) -> Callable[[
     import numpy as np
     import torch
 
-    from carryforward.answering import Asked, answer_all, best
-    from carryforward.data.questions import Question
+    from carryforward.qa.dataset import Question
+    from carryforward.qa.predict import Asked, answer_all, best
 
     count = length(words)
     draw = torch.Generator().manual_seed(words)
@@ -192,7 +192,7 @@ def in_a_process(name: str, what: str, words: int) -> dict[str, Any]:
 def run(device: str, out: Path) -> None:
     import torch
 
-    from carryforward.provenance import provenance
+    from carryforward.utils.provenance import provenance
 
     precision = "bfloat16 autocast" if device == "cuda" else "float32"
     config = SHAPES[device] | {"window": WINDOW, "question": QUESTION, "batch": 1, "tokens_a_word": TOKENS_A_WORD}

@@ -33,7 +33,7 @@ from typing import Any
 import record
 from memory import resident
 
-from carryforward.provenance import provenance
+from carryforward.utils.provenance import provenance
 
 HERE = Path(__file__).parent
 SEED = 0

@@ -31,7 +31,7 @@ from typing import Any
 
 import record
 
-from carryforward.provenance import provenance
+from carryforward.utils.provenance import provenance
 
 HERE = Path(__file__).parent
 SEED = 0

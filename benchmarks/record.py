@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from carryforward.files import write_json
-from carryforward.provenance import provenance
+from carryforward.utils.files import write_json
+from carryforward.utils.provenance import provenance
 
 Write = Callable[[dict[str, Any]], None]
 

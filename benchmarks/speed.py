@@ -136,7 +136,7 @@ def plain_step(shape: str, device: str, batch: int, windows: int, graphed: bool)
 
 def captured(function: Callable[[], object]) -> Callable[[], object]:
     """A function as a CUDA graph, with nothing that transformers adds while a stream is captured."""
-    from carryforward.insertion import plain_masks
+    from carryforward.backbones.hooks import plain_masks
 
     with plain_masks():
         stream = torch.cuda.Stream()

@@ -17,7 +17,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import carryforward as cf
-from carryforward.loading import load_causal
+from carryforward.models.loading import load_causal
 
 
 def tiny_model():

@@ -15,7 +15,7 @@ from tokenizers import BertWordPieceTokenizer
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 import carryforward as cf
-from carryforward.loading import load_recurrent
+from carryforward.models.loading import load_recurrent
 
 
 def tiny_encoder():

@@ -26,12 +26,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from carryforward.console import Bar, note
 from carryforward.data.corpora import open_corpus
 from carryforward.data.documents import Documents, tokenise
-from carryforward.evaluation import perplexity
-from carryforward.files import written_whole
-from carryforward.provenance import provenance
+from carryforward.evaluation.perplexity import perplexity
+from carryforward.utils.console import Bar, note
+from carryforward.utils.files import atomic_write
+from carryforward.utils.provenance import provenance
 
 HERE = Path(__file__).parent
 RECORD = HERE / "results/pretraining.json"
@@ -214,7 +214,7 @@ def store(model: GPT2LMHeadModel, folder: Path) -> None:
 
 def write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as beside:
+    with atomic_write(path) as beside:
         beside.write_text(json.dumps(record, indent=1) + "\n")
 
 

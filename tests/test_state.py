@@ -2,8 +2,8 @@
 """The state: split, joined, moved, saved; and the reading that goes on from it."""
 
 import pytest
-import tiny
 import torch
+from helpers import tiny
 from torch.testing import assert_close
 
 import carryforward as cf

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from carryforward import report
-from carryforward.demo import scores
-from carryforward.table import markdown_table
+from carryforward.cli.demo import scores
+from carryforward.evaluation import report
+from carryforward.utils.markdown import markdown_table
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"

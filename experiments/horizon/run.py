@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from carryforward import horizon
-from carryforward.figure import COLOURS
-from carryforward.files import write_json, write_whole
-from carryforward.loading import load_config
+from carryforward.evaluation import horizon
+from carryforward.models.loading import load_config
 from carryforward.settings import HorizonSettings
-from carryforward.table import markdown_table
+from carryforward.utils.files import write_json, write_text
+from carryforward.utils.markdown import markdown_table
+from carryforward.utils.plotting import COLOURS
 
 HERE = Path(__file__).parent
 WINDOW, TOKENS, DEPTHS = 300, 15_000, (0, 1, 2, 4, 8, 16)
@@ -106,7 +106,7 @@ def tables() -> None:
         missing = [NAMES[name] for name in NAMES if name not in surveys]
         lines += ["", f"Not measured yet: {'; '.join(missing)}."] * bool(missing)
     lines += ["", "Written by `python experiments/horizon/run.py --tables`."]
-    write_whole(HERE / "README.md", "\n".join(lines) + "\n")
+    write_text(HERE / "README.md", "\n".join(lines) + "\n")
 
 
 def read(name: str) -> dict[str, Any] | None:

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 
 import carryforward as cf
+from carryforward.backbones.architectures import architecture_of
 from carryforward.data.corpora import open_corpus
 from carryforward.data.documents import tokenise
-from carryforward.data.progress import bar
-from carryforward.figure import COLOURS, dress, empty
-from carryforward.files import write_json, write_whole
-from carryforward.insertion import architecture_of
-from carryforward.loading import load_causal
-from carryforward.provenance import provenance
-from carryforward.table import markdown_table
+from carryforward.models.loading import load_causal
+from carryforward.utils.files import write_json, write_text
+from carryforward.utils.markdown import markdown_table
+from carryforward.utils.plotting import COLOURS, dress, empty
+from carryforward.utils.progress import bar
+from carryforward.utils.provenance import provenance
 
 HERE = Path(__file__).parent
 NAMES = {"bundled": "the bundled model", "smollm2": "SmolLM2-135M"}
@@ -131,7 +131,7 @@ def tables() -> None:
     trained = "SmolLM2-135M [trained](../alternatives/README.md) without overlap"
     lines += ["", f"{trained} uses a state that enters at layer 6, not one at layer 2."]
     lines += ["", "![by layer](figure.png)", "", "Written by `python experiments/insertion/run.py --tables`."]
-    write_whole(HERE / "README.md", "\n".join(lines) + "\n")
+    write_text(HERE / "README.md", "\n".join(lines) + "\n")
 
 
 ABOUT = f"""

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import carryforward as cf
-from carryforward.provenance import provenance
-from carryforward.table import markdown_table
+from carryforward.utils.markdown import markdown_table
+from carryforward.utils.provenance import provenance
 
 HERE = Path(__file__).parent
 DISTANCES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 192)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from cells import CELLS, TEXTS, TRIED, windows_of
 
-from carryforward.adding import pair_tokens
-from carryforward.data.encoding import tokens_of, tokens_within
-from carryforward.data.questions import Question, read_json, read_questions
-from carryforward.loading import load_tokenizer
-from carryforward.provenance import provenance
+from carryforward.data.tokenization import tokens_of, tokens_within
+from carryforward.models.add_recurrence import pair_tokens
+from carryforward.models.loading import load_tokenizer
+from carryforward.qa.dataset import Question, read_json, read_questions
+from carryforward.utils.provenance import provenance
 from carryforward.windows import Window, encoder_schedule
 
 WINDOWS = (256, 512)

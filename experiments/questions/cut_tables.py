@@ -9,7 +9,7 @@ from borders import PASSAGE, SUPPORT, WINDOWS
 from cells import TEXTS
 from comparing import RESAMPLES, Results, Seeds, f1, interval, told
 
-from carryforward.table import markdown_table
+from carryforward.utils.markdown import markdown_table
 
 KINDS = ("recurrent", "kept", "overlapping")
 LEFT = "b2c"  # borders that have something of the passage on their left which the answer's window lacks

@@ -6,7 +6,7 @@ from typing import Any
 from cells import CELLS, HERE, TEXTS, TRIED
 from comparing import Gains, Interval, Results, Seeds, baseline, f1
 
-from carryforward.figure import COLOURS, dress, empty, save
+from carryforward.utils.plotting import COLOURS, dress, empty, save
 
 COLOURED = {COLOURS[0]: "main cells", COLOURS[1]: "overlap", "#6b6b6b": "the vector otherwise"}
 

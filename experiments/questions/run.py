@@ -23,13 +23,13 @@ import yaml
 from cells import CELLS, HERE, LONGEST, RESULTS, TRIED, WORK, lacking, seeds_of
 from tables import tables
 
-from carryforward.answer_reports import evaluate_answers
-from carryforward.data.joining import join_files
-from carryforward.data.questions import write_questions
-from carryforward.files import write_json, write_whole
-from carryforward.question_training import train_answers
-from carryforward.reproduction.side_by_side import run_side_by_side
+from carryforward.qa.dataset import write_questions
+from carryforward.qa.evaluate import evaluate_answers
+from carryforward.qa.join_passages import join_files
+from carryforward.qa.train import train_answers
+from carryforward.reproduction.parallel import run_side_by_side
 from carryforward.settings import MAX_ANSWER_TOKENS, AnswerSettings, QuestionSettings
+from carryforward.utils.files import write_json, write_text
 
 SHIFTS = "squadshifts_*"
 WORDS, TEST, VALIDATION = 900, 5000, 1000  # words of a document, questions set aside
@@ -118,7 +118,7 @@ def score(model: Path, settings: QuestionSettings, seed: int, cell: str, texts: 
             row["f1_each"] = [round(1000 * f1) for _, f1 in pairs]
         found["model"]["name"] = cell
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / f"{name}.json", json.dumps({**found, "run": record}) + "\n")
+        write_text(folder / f"{name}.json", json.dumps({**found, "run": record}) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from comparing import Gains, Interval, Results, baseline, f1, gains_of, interval
 from cut_tables import where_windows_cut
 from drawing import draw
 
-from carryforward.figure import left_out
-from carryforward.files import write_whole
-from carryforward.table import markdown_table
+from carryforward.utils.files import write_text
+from carryforward.utils.markdown import markdown_table
+from carryforward.utils.plotting import left_out
 
 ABOUT = """
 An encoder of 22 million parameters (all-MiniLM-L6-v2, 512 positions) reads a question and a document window by window.
@@ -74,7 +74,7 @@ def tables() -> None:
     lines += where_windows_cut(results, cuts)
     lines += ["", *_made(results)]
     lines += ["", "Written by `python experiments/questions/run.py --tables`."]
-    write_whole(HERE / "README.md", "\n".join(lines) + "\n")
+    write_text(HERE / "README.md", "\n".join(lines) + "\n")
 
 
 def _counts(results: Results, text: str) -> str:

@@ -9,7 +9,7 @@ The folder has train/ and validation/ with a text file for each book. Training t
 import sys
 from pathlib import Path
 
-from carryforward.loading import load_causal
+from carryforward.models.loading import load_causal
 
 gguf, books = map(Path, sys.argv[1:3])
 loaded = load_causal(str(gguf))

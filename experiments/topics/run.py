@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from carryforward import sample_tables, topic_reports, topics
-from carryforward.continuations import PLAIN, RECURRENT
+from carryforward.analysis import samples, topic_report, topics
+from carryforward.analysis.continuations import PLAIN, RECURRENT
 from carryforward.reproduction.claims import Verdict
 from carryforward.settings import ContinuationSettings
 
@@ -57,8 +57,8 @@ def main() -> None:
 def run(setting: str, model: str, settings: ContinuationSettings) -> None:
     work = Path("topics-work") / setting
     work.mkdir(parents=True, exist_ok=True)
-    result = topic_reports.measure(model, settings, work)
-    result["people"] = sample_tables.tabulate(model, settings, work)["people"]
+    result = topic_report.measure(model, settings, work)
+    result["people"] = samples.tabulate(model, settings, work)["people"]
     for place in ("data", "plain", "topics_from"):  # where things lie on this machine
         result["settings"][place] = result["settings"][place] and Path(result["settings"][place]).name
     (HERE / "results").mkdir(exist_ok=True)
@@ -103,13 +103,13 @@ def tables() -> None:
         result["model"]["name"] = "Recurrent"
         result["against"] = {writer: compare(result, writer) for writer in result["against"]}
         verdict = c6(result)
-        topic_reports.draw(result, HERE / f"{setting}.png")
-        table, _, words = topic_reports.markdown(result).partition("\n\nTopics, ")
+        topic_report.draw(result, HERE / f"{setting}.png")
+        table, _, words = topic_report.markdown(result).partition("\n\nTopics, ")
         trained = [result[one]["trained_tokens"] or 0 for one in ("model", "plain")]
         lines += [f"## {name}", "", f"C6 **{WORDS[verdict.holds]}** here: {verdict.told}.", "", table, ""]
         lines += [f"Fine-tuned on {trained[0]:,} tokens; the plain model on {trained[1]:,}.", _independence(result), ""]
         lines += [f"![divergences]({setting}.png)", ""]
-        lines += [sample_tables.markdown(result), "", f"Topics, {words}", ""]
+        lines += [samples.markdown(result), "", f"Topics, {words}", ""]
     lines += ["[How it is measured](../../docs/seeing.md). Equal ones count for neither side; intervals are at 95 %."]
     lines += ["", "Written by `python experiments/topics/run.py --tables`."]
     (HERE / "README.md").write_text("\n".join(lines) + "\n")

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from carryforward import report
-from carryforward.evaluating import evaluate
-from carryforward.extending import extend
-from carryforward.insertion import architecture_of
-from carryforward.loading import load_config
+from carryforward.backbones.architectures import architecture_of
+from carryforward.cli.add import extend
+from carryforward.evaluation import report
+from carryforward.evaluation.evaluate import evaluate
+from carryforward.models.loading import load_config
 from carryforward.settings import EvaluateSettings
-from carryforward.table import markdown_table
+from carryforward.utils.markdown import markdown_table
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"

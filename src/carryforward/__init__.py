@@ -2,73 +2,73 @@
 """Recurrence for pretrained transformers: documents of any length, in the memory of one window.
 
 The public names are imported when first used, so that `import carryforward` is instant; transformers' Auto classes
-know recurrent models all the same (see `registration`).
+know recurrent models all the same (see `models.auto`).
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import registration
+from .models import auto
 
 if TYPE_CHECKING:
-    from .adding import add_recurrence as add_recurrence
-    from .answering import answer as answer
-    from .configuration import RecurrenceConfig as RecurrenceConfig
-    from .configuration import RecurrentModelConfig as RecurrentModelConfig
+    from .config import RecurrenceConfig as RecurrenceConfig
+    from .config import RecurrentModelConfig as RecurrentModelConfig
     from .data.corpora import open_corpus as open_corpus
     from .data.documents import Documents as Documents
     from .data.documents import tokenise as tokenise
-    from .data.questions import read_questions as read_questions
-    from .embedding import TokenVectors as TokenVectors
-    from .embedding import encode as encode
-    from .evaluation import Perplexity as Perplexity
-    from .evaluation import perplexity as perplexity
-    from .flops import flops_per_token as flops_per_token
-    from .heads import RecurrentForCausalLM as RecurrentForCausalLM
-    from .heads import RecurrentForMaskedLM as RecurrentForMaskedLM
-    from .heads import RecurrentForSequenceClassification as RecurrentForSequenceClassification
-    from .heads import RecurrentForTokenClassification as RecurrentForTokenClassification
-    from .heads import RecurrentModel as RecurrentModel
-    from .loading import load_bundled as load_bundled
-    from .places import measure_places as measure_places
-    from .question_answering import RecurrentForQuestionAnswering as RecurrentForQuestionAnswering
-    from .question_trainer import QuestionTrainer as QuestionTrainer
-    from .question_trainer import QuestionTrainingArguments as QuestionTrainingArguments
-    from .sentences import RecurrentTransformer as RecurrentTransformer
+    from .embeddings.encode import TokenVectors as TokenVectors
+    from .embeddings.encode import encode as encode
+    from .embeddings.sentence_transformers import RecurrentTransformer as RecurrentTransformer
+    from .evaluation.flops import flops_per_token as flops_per_token
+    from .evaluation.perplexity import Perplexity as Perplexity
+    from .evaluation.perplexity import perplexity as perplexity
+    from .models.add_recurrence import add_recurrence as add_recurrence
+    from .models.causal_lm import RecurrentForCausalLM as RecurrentForCausalLM
+    from .models.encoders import RecurrentForMaskedLM as RecurrentForMaskedLM
+    from .models.encoders import RecurrentForSequenceClassification as RecurrentForSequenceClassification
+    from .models.encoders import RecurrentForTokenClassification as RecurrentForTokenClassification
+    from .models.headless import RecurrentModel as RecurrentModel
+    from .models.loading import load_bundled as load_bundled
+    from .models.position_offsets import measure_position_offsets as measure_position_offsets
+    from .models.question_answering import RecurrentForQuestionAnswering as RecurrentForQuestionAnswering
+    from .qa.dataset import read_questions as read_questions
+    from .qa.predict import answer as answer
+    from .qa.trainer import QuestionTrainer as QuestionTrainer
+    from .qa.trainer import QuestionTrainingArguments as QuestionTrainingArguments
     from .state import State as State
-    from .trainer import RecurrentTrainer as RecurrentTrainer
-    from .trainer import RecurrentTrainingArguments as RecurrentTrainingArguments
+    from .training.trainer import RecurrentTrainer as RecurrentTrainer
+    from .training.trainer import RecurrentTrainingArguments as RecurrentTrainingArguments
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "add_recurrence": "adding",
-    "answer": "answering",
-    "RecurrenceConfig": "configuration",
-    "RecurrentModelConfig": "configuration",
+    "add_recurrence": "models.add_recurrence",
+    "answer": "qa.predict",
+    "RecurrenceConfig": "config",
+    "RecurrentModelConfig": "config",
     "open_corpus": "data.corpora",
-    "read_questions": "data.questions",
+    "read_questions": "qa.dataset",
     "Documents": "data.documents",
     "tokenise": "data.documents",
-    "TokenVectors": "embedding",
-    "encode": "embedding",
-    "Perplexity": "evaluation",
-    "perplexity": "evaluation",
-    "flops_per_token": "flops",
-    "RecurrentForCausalLM": "heads",
-    "RecurrentForMaskedLM": "heads",
-    "RecurrentForSequenceClassification": "heads",
-    "RecurrentForTokenClassification": "heads",
-    "RecurrentModel": "heads",
-    "load_bundled": "loading",
-    "measure_places": "places",
-    "RecurrentForQuestionAnswering": "question_answering",
-    "QuestionTrainer": "question_trainer",
-    "QuestionTrainingArguments": "question_trainer",
-    "RecurrentTransformer": "sentences",
+    "TokenVectors": "embeddings.encode",
+    "encode": "embeddings.encode",
+    "Perplexity": "evaluation.perplexity",
+    "perplexity": "evaluation.perplexity",
+    "flops_per_token": "evaluation.flops",
+    "RecurrentForCausalLM": "models.causal_lm",
+    "RecurrentForMaskedLM": "models.encoders",
+    "RecurrentForSequenceClassification": "models.encoders",
+    "RecurrentForTokenClassification": "models.encoders",
+    "RecurrentModel": "models.headless",
+    "load_bundled": "models.loading",
+    "measure_position_offsets": "models.position_offsets",
+    "RecurrentForQuestionAnswering": "models.question_answering",
+    "QuestionTrainer": "qa.trainer",
+    "QuestionTrainingArguments": "qa.trainer",
+    "RecurrentTransformer": "embeddings.sentence_transformers",
     "State": "state",
-    "RecurrentTrainer": "trainer",
-    "RecurrentTrainingArguments": "trainer",
+    "RecurrentTrainer": "training.trainer",
+    "RecurrentTrainingArguments": "training.trainer",
 }
 __all__ = [*_HOME, "windows"]
 
@@ -85,4 +85,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-registration.register_when_needed()
+auto.register_when_needed()

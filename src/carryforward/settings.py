@@ -9,10 +9,9 @@ import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from .data.corpora import PYTHON_DOCS
-
 FAST_PATHS = ("auto", "compiled", "off")
 PRESETS = ("paper", "kept")  # of `RecurrenceConfig`
+PYTHON_DOCS = "python-docs"  # the built-in text: the documentation that comes with Python
 BUNDLED = "bundled"  # the model that comes with the package
 MAX_ANSWER_TOKENS = 30
 DTYPES = ("float32", "bfloat16", "float16")  # of weights
@@ -60,7 +59,7 @@ class RecurrentSettings:
     pooling: str | None = _recurrence(None, "mean, max or attention (mean).")
     pooled_layers: str | None = _recurrence(None, "all, last, or below (all).")
     hidden_sizes: tuple[int, ...] | None = _recurrence(None, "Hidden layers of the module (200 200 200).")
-    residual: bool | None = _recurrence(None, "Carry what was pooled, plus what the module adds to it.")
+    residual: bool | None = _recurrence(None, "HookContext what was pooled, plus what the module adds to it.")
     init_std: float | None = _recurrence(None, "Spread of the module's last layer at the start (0.02).")
     state_per_layer: bool | None = _recurrence(None, "A state of its own for each of several layers.")
     bptt_windows: int | None = _recurrence(None, "Detach the state after every so many windows.")

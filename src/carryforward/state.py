@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import written_whole
+from .utils.files import atomic_write
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class State:
         # cloned: a fresh state's counts are one tensor, which safetensors would not write twice
         tensors = {name: x.detach().cpu().clone().contiguous() for name, x in self._tensors().items()}
         own = {"signature": self.signature, "ended": json.dumps(self.ended), "format": "carryforward-state"}
-        with written_whole(path) as beside:
+        with atomic_write(path) as beside:
             save_file(tensors, beside, metadata={**notes, **own})
 
     @classmethod

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+IGNORE = -100  # the label of a target that is not scored, as everywhere in Hugging Face
+
 
 @dataclass(frozen=True, slots=True)
 class Window:

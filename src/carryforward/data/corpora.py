@@ -16,12 +16,12 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from . import hub, published, python_docs, texts
+from ..settings import PYTHON_DOCS
+from . import hub, paper_corpora, python_docs, texts
 from .texts import SPLITS, Corpus, Splits, Text
 
 logger = logging.getLogger(__name__)
 
-PYTHON_DOCS = "python-docs"
 ALL = "all"  # every document of a source that has no splits of its own
 _VALIDATION = ("validation", "valid", "val", "dev")  # what the folder or file of that split may be called
 _HUB_NAME = re.compile(r"(?P<path>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/\\]+))?")
@@ -83,11 +83,11 @@ def _splits(source: str, field: str, checksums: Path | None) -> Splits:
         )
     if name in ("wikitext-103", "pg19") and (folder or "=" not in source):
         if not folder:
-            return published.hub_wikitext() if name == "wikitext-103" else published.hub_pg19(checksums)
+            return paper_corpora.hub_wikitext() if name == "wikitext-103" else paper_corpora.hub_pg19(checksums)
         path = Path(folder).expanduser()
         if not path.is_dir():
             raise ValueError(f"{source}: {path} is not a folder.")
-        found = published.wikitext(path) if name == "wikitext-103" else published.pg19(path, checksums)
+        found = paper_corpora.wikitext(path) if name == "wikitext-103" else paper_corpora.pg19(path, checksums)
         if not found:
             expected = (
                 "wiki.{train,valid,test}.raw" if name == "wikitext-103" else "train/ validation/ test/ of NUMBER.txt"
@@ -99,7 +99,7 @@ def _splits(source: str, field: str, checksums: Path | None) -> Splits:
     path = Path(source).expanduser()
     if path.is_dir():
         found = (
-            published.wikitext(path)
+            paper_corpora.wikitext(path)
             or _split_folders(path)
             or _jsonl_folder(path, field)
             or _split_files(path)

@@ -21,10 +21,10 @@ from typing import Any, overload
 
 import numpy as np
 
+from ..utils.progress import Progress, bar
 from . import cache as cache_folders
-from .encoding import Encoded, Encoder, dtype_for
-from .progress import Progress, bar
 from .texts import Corpus, Text
+from .tokenization import Encoded, Encoder, dtype_for
 
 logger = logging.getLogger(__name__)
 

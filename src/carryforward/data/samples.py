@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
 from .. import windows
-from ..reading import IGNORE
+from ..windows import IGNORE
 
 
 def cut(length: int, window: int, overlap: int, windows_per_sample: int) -> Iterator[tuple[int, int, int]]:
@@ -142,7 +142,7 @@ class Order(Sampler[int]):
         return self.count + -self.count % self.multiple
 
 
-class Lanes(Order):
+class StatefulBatchSampler(Order):
     """An order for states that are carried on: each row of a batch reads its documents one after the other, sample by
     sample. Which documents share a row is fixed, to fill rows evenly; their order is shuffled by seed and epoch."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import mean as average
 
-from ..table import markdown_table
+from ..utils.markdown import markdown_table
 from .figures import curves, frontier
 from .tables import Row, change, flops, paired, split, told
 

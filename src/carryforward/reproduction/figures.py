@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..figure import Line, draw, dress, empty, save
+from ..utils.plotting import Line, draw, dress, empty, save
 from .tables import BESIDE, Row, mean, split
 
 

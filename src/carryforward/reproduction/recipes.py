@@ -27,7 +27,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..loading import RUN_FILE
+from ..models.loading import RUN_FILE
 from ..settings import TrainSettings
 
 KINDS = ("overlaps", "windows", "variants")

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..files import write_json
-from ..loading import RUN_FILE
+from ..models.loading import RUN_FILE
 from ..settings import TrainSettings
+from ..utils.files import write_json
 from .recipes import RATES, Cell
 
 _ELSEWHERE = ("model", "data", "validation_data")  # settings that say where things are on a machine

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..report import flops_text
-from ..table import markdown_table
+from ..evaluation.report import flops_text
+from ..utils.markdown import markdown_table
 from .recipes import Cell, Recipe
 from .results import differing, record_of, result_of
 

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module for sentence-transformers: whole documents in, token embeddings out, for its `Pooling` to follow.
+
+    SentenceTransformer(modules=[RecurrentTransformer("my-model"), Pooling(384)])
+
+Needs `pip install carryforward[sentences]`. No text is ever cut.
+"""
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers.base.modules import InputModule
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+
+from ..config import RecurrentModelConfig
+from ..data.samples import pad
+from ..models import auto
+from ..models.add_recurrence import add_recurrence
+from ..models.base import RecurrentPreTrainedModel
+from ..models.headless import RecurrentModel
+from ..utils.peft import unwrapped
+from .encode import headless
+
+
+class RecurrentTransformer(InputModule):
+    """What `Transformer` is in sentence-transformers, without its length limit."""
+
+    config_file_name = "recurrent_transformer.json"
+    config_keys = ["use_state"]
+    auto_model: RecurrentModel
+    tokenizer: Any
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        tokenizer: Any = None,
+        use_state: bool | None = None,
+        *,
+        model_kwargs: dict[str, Any] | None = None,
+        processor_kwargs: dict[str, Any] | None = None,
+        **fields: Any,
+    ):
+        """
+        Args:
+            model: a recurrent model, or the name of one, or of an encoder to which recurrence is added. A recurrent
+                model's head is left out.
+            tokenizer: the model's, where a model is given.
+            use_state: False reads windows that stand alone. By default the state is used unless recurrence is added
+                here, and so untrained; to train it, say True.
+            model_kwargs, processor_kwargs: for the `from_pretrained` of a model that is named, and of its tokenizer.
+            **fields: fields of `RecurrenceConfig`, where recurrence is added.
+        """
+        super().__init__()
+        untrained = False
+        model = model if isinstance(model, str | Path) else unwrapped(model)
+        if isinstance(model, str | Path):
+            tokenizer = AutoTokenizer.from_pretrained(model, **(processor_kwargs or {}))
+            config = AutoConfig.from_pretrained(model)
+            untrained = not isinstance(config, RecurrentModelConfig)
+            # with the head it was saved with: left out on loading, transformers would list its weights as a mistake
+            load: Any = AutoModel if untrained else auto.classes()[config.architectures[0]]
+            model = loaded = load.from_pretrained(model, **(model_kwargs or {}))
+            if untrained:
+                model, fields = add_recurrence(loaded, tokenizer=tokenizer, **fields), {}
+        elif model_kwargs or processor_kwargs:
+            raise ValueError("model_kwargs and processor_kwargs are for models given by name. Leave them out.")
+        if not isinstance(model, RecurrentPreTrainedModel) or tokenizer is None:
+            raise ValueError("RecurrentTransformer needs a recurrent model and its tokenizer.")
+        if fields:
+            raise ValueError(f"{', '.join(fields)}: the model is recurrent already and keeps its own. Leave it out.")
+        self.auto_model = headless(model)
+        self.tokenizer = tokenizer
+        self.use_state = not untrained if use_state is None else use_state
+
+    @property
+    def max_seq_length(self) -> None:
+        """None: there is no limit."""
+        return None
+
+    @max_seq_length.setter
+    def max_seq_length(self, value: int | None) -> None:
+        if value is not None:
+            raise ValueError(f"max_seq_length={value}: no text is cut here. Leave it out, or shorten the texts.")
+
+    def preprocess(self, inputs: Any, prompt: str | None = None, **kwargs: Any) -> dict[str, Any]:
+        rows = self._ids(self._prepend_prompt(list(inputs), prompt) if prompt else list(inputs))
+        features: dict[str, Any] = pad([torch.tensor(row or [0]) for row in rows])
+        features["attention_mask"] *= torch.tensor([[bool(row)] for row in rows])  # 0 all over where a text is empty
+        if prompt:  # what a word behind it leaves as it is: a space at its end may become the word's
+            pairs = zip(*self._ids([prompt, prompt + "a"]), strict=False)
+            features["prompt_length"] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return features
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        # special tokens are put around every window by the model itself
+        return self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        ids, mask = features["input_ids"], features["attention_mask"]
+        some = mask.any(dim=1, keepdim=True)
+        first = torch.arange(mask.shape[1], device=mask.device) == 0  # the model reads at least one token of each row
+        out = self.auto_model(input_ids=ids, attention_mask=torch.where(some, mask, first), use_state=self.use_state)
+        return {**features, "token_embeddings": out.last_hidden_state * some[..., None]}
+
+    def get_embedding_dimension(self) -> int:
+        return self.auto_model.config.base_config.hidden_size
+
+    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
+        self.auto_model.save_pretrained(output_path)
+        self.tokenizer.save_pretrained(output_path)
+        self.save_config(output_path)
+
+    @classmethod
+    def load(cls, model_name_or_path: str, *args: Any, **kwargs: Any) -> "RecurrentTransformer":
+        names = ("subfolder", "token", "cache_folder", "revision", "local_files_only")
+        where = {name: kwargs[name] for name in names if name in kwargs}
+        folder = cls.load_dir_path(model_name_or_path, **where)
+        if folder is None:
+            raise ValueError(f"{model_name_or_path!r} is no folder here and cannot be had from the Hub.")
+        settings = {name: kwargs[name] for name in ("model_kwargs", "processor_kwargs") if kwargs.get(name)}
+        return cls(folder, **cls.load_config(model_name_or_path, **where), **settings)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recurrent models, one class per head, all ordinary `PreTrainedModel`s.
+
+Each says what a window gives out and how that becomes the call's output: logits or hidden states for every token, a
+loss computed inside the window, or one vector per window for a classifier of whole documents.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.utils import can_return_tuple
+
+from ..engine import chunked_loss
+from ..state import State
+from . import argument_checks
+from .generation import Generation
+from .outputs import RecurrentOutput, columns_to_keep
+from .token_outputs import TokenOutputModel
+from .window_cache import WindowCache, check_cache
+
+
+class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # transformers looks for the last by name
+    """A causal language model that reads documents of any length, window by window, carrying a state."""
+
+    auto_class = "AutoModelForCausalLM"
+    _small = False
+
+    def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
+        return self.base(**inputs, logits_to_keep=width - start).logits
+
+    def _nll_sum(self, inputs: dict[str, Any], targets: Tensor, start: int) -> Tensor:
+        projection = None if self._sharded else self.config.architecture.projection(self.base)
+        if projection is None:  # FSDP gathers weights when the model that owns them is called
+            return super()._nll_sum(inputs, targets, start)
+        return chunked_loss.projected_nll_sum(self.backbone(**inputs).last_hidden_state[:, start:], projection, targets)
+
+    @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        state: State | None = None,
+        *,
+        overlap: int | None = None,
+        use_state: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_logits: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        past_key_values: WindowCache | None = None,
+        **others: Any,
+    ) -> RecurrentOutput:
+        """Read documents, or the next piece of them.
+
+        With labels and gradients enabled, the gradients are computed already here: evaluate under `torch.no_grad()`.
+
+        Args:
+            input_ids: the documents' tokens, [B, N], of any length.
+            attention_mask: 0 where a row is padded, left or right.
+            labels: as in Hugging Face: shifted inside, -100 is not scored; usually `input_ids` itself.
+            state: an earlier call's `state`, to go on from there; the first new token is then scored too.
+            overlap: read at another overlap than the model was made for.
+            use_state: False removes the state: every window stands alone, as with the base model. True by default.
+            logits_to_keep: compute logits for the last so many columns only, or for the columns listed; 0 is all.
+            return_logits: give logits beside the loss; without labels they are always given.
+            num_items_in_batch: divide the loss by this instead of the number of scored targets.
+            past_key_values: `generate`'s: read the next tokens, and give the logits of the last one only.
+            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
+        """
+        argument_checks.neutral(others)
+        if past_key_values is not None:
+            check_cache(
+                past_key_values, labels=labels, state=state, overlap=overlap, use_state=use_state,
+                logits_to_keep=None if isinstance(logits_to_keep, int) and logits_to_keep in (0, 1) else logits_to_keep,
+                return_logits=None if return_logits else return_logits,
+                num_items_in_batch=num_items_in_batch,
+            )  # fmt: skip
+            next_logits = past_key_values.read(self, input_ids, attention_mask)
+            return RecurrentOutput(logits=next_logits, past_key_values=past_key_values)
+        outputs = labels is None if return_logits is None else return_logits
+        use_state = True if use_state is None else use_state
+        reading = self._plan(
+            input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=False
+        )
+        columns, width, order = columns_to_keep(logits_to_keep, reading.width) if outputs else (None, 0, None)
+        logits, fields = self._run(reading, columns, width, num_items_in_batch)
+        if logits is not None and order is not None:
+            logits = logits[:, order.to(logits.device)]
+        return RecurrentOutput(logits=logits, **fields)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name: the bundled one, a Hub name, a folder, a GGUF file, or a run of `carryforward train`."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ..backbones.architectures import architecture_of, is_supported
+from ..config import RecurrentModelConfig
+from ..settings import BUNDLED
+from ..utils import checkpoints
+from . import auto
+from .add_recurrence import add_recurrence, savable
+from .base import RecurrentPreTrainedModel
+from .question_answering import RecurrentForQuestionAnswering
+
+_BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled"
+RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
+
+
+@dataclass
+class Loaded:
+    """A model with its tokenizer.
+
+    Attributes:
+        run: the record of the training run it comes from, if it comes from one.
+        untrained: recurrence was added on loading: its state means nothing.
+        stored: the precision of the weights in its file, where that is known.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+    run: dict[str, Any] | None = None
+    untrained: bool = False
+    stored: torch.dtype | None = None
+
+    @property
+    def recurrent(self) -> bool:
+        return isinstance(self.model, RecurrentPreTrainedModel)
+
+
+def load_bundled() -> tuple[PreTrainedModel, Any]:
+    """The small model that comes with the package, and its tokenizer: plain, for `add_recurrence` to make recurrent."""
+    loaded = load_causal(BUNDLED)
+    return loaded.model, loaded.tokenizer
+
+
+def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
+    """Load a causal language model, plain or recurrent, and its tokenizer."""
+    is_gguf = Path(name).suffix == ".gguf"  # whose config takes seconds to read; none is an encoder's, or recurrent
+    config, run = (None, _run_of(name)) if is_gguf else describe_causal(name)
+    model = load_model(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
+    if is_gguf:
+        _make_plain(model)
+    if getattr(model, "generation_config", None) is not None:
+        savable(model.generation_config)
+    if isinstance(model, RecurrentPreTrainedModel) and not isinstance(config, RecurrentModelConfig):
+        model = model.base
+    return Loaded(name, model, load_tokenizer(name), run, stored=getattr(config, "dtype", None))
+
+
+def describe_causal(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
+    """What `load_causal` would load, without its weights: the config, and the record of its run. Refuses encoders,
+    before transformers gives them a head that was never trained."""
+    config, run = load_config(name), _run_of(name)
+    base: Any = config.base_config if isinstance(config, RecurrentModelConfig) else config
+    if is_supported(base) and not architecture_of(base).causal:
+        raise ValueError(
+            f"{name} is an encoder ({base.model_type}), and this needs a causal language model. Encoders are for "
+            "`carryforward embed` and `carryforward qa`."
+        )
+    if run is not None and not run["settings"].get("recurrence", True):
+        return base, run  # a checkpoint of a plain model's run: its recurrence was never trained
+    return config, run
+
+
+def load_recurrent(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
+    """Load a recurrent model with the head it was saved with; a plain model without its head, made recurrent."""
+    config, tokenizer = load_config(name), load_tokenizer(name)
+    if isinstance(config, RecurrentModelConfig):
+        check_window(name, config, window)
+        cls = auto.classes()[config.architectures[0]]  # type: ignore[index]
+        model = load_model(cls.from_pretrained, name, dtype=torch.float32)
+        loaded = Loaded(name, model, tokenizer, _run_of(name))
+    else:
+        positions = architecture_of(config).positions(config)
+        plain = load_model(AutoModel.from_pretrained, name, dtype=torch.float32)
+        model = add_recurrence(plain, tokenizer=tokenizer, window=window or min(positions, 512))
+        loaded = Loaded(name, model, tokenizer, untrained=True)
+    loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
+    return loaded
+
+
+def check_window(name: str, config: RecurrentModelConfig, window: int | None) -> None:
+    """Refuse another window than a recurrent model's own."""
+    if window not in (None, config.recurrence.window):
+        raise ValueError(f"--window {window}: {name} reads {config.recurrence.window} tokens at once. Leave it out.")
+
+
+def need_state(name: str) -> None:
+    """Refuse a causal model that has no state, by its config alone."""
+    if not isinstance(describe_causal(name)[0], RecurrentModelConfig):
+        raise ValueError(
+            f"{name} is a plain model: it has no state. Make it recurrent with `carryforward add` or "
+            "`carryforward train`."
+        )
+
+
+def load_finder(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
+    """Load a model that finds answers: a recurrent one, or a plain question-answering one, read in windows."""
+    config, tokenizer = describe_finder(name, window=window), load_tokenizer(name)
+    model = load_model(AutoModelForQuestionAnswering.from_pretrained, name, dtype=torch.float32)
+    if not isinstance(config, RecurrentModelConfig):
+        fields: dict[str, Any] = {} if window is None else {"window": window}
+        model = add_recurrence(model, tokenizer=tokenizer, **fields)
+        model.config.use_state = False
+    loaded = Loaded(name, model, tokenizer, _run_of(name), untrained=not model.config.use_state)
+    loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
+    return loaded
+
+
+def describe_finder(name: str, *, window: int | None = None) -> PreTrainedConfig:
+    """The config of what `load_finder` would load; refuses what finds no answers."""
+    config = load_config(name)
+    if isinstance(config, RecurrentModelConfig):
+        if config.architectures != [RecurrentForQuestionAnswering.__name__]:
+            head = ", ".join(config.architectures or ["model without a head"])
+            raise ValueError(f"{name} is a {head}, which finds no answers. Train an encoder: `carryforward qa train`.")
+        check_window(name, config, window)
+    elif architecture_of(config).answer is None:
+        raise ValueError(f"{name} is causal ({config.model_type}): answers are found by encoders.")
+    elif not any("ForQuestionAnswering" in one for one in config.architectures or []):
+        raise ValueError(f"{name} has no question-answering head: train one with `carryforward qa train`.")
+    return config
+
+
+def usable_device(name: str | None) -> str:
+    """The device asked for, or the best there is."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # unknown, or not on this machine
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--device {name} cannot be used: {reason.rstrip('.')}. Leave it out, or use cpu.") from error
+    return name
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a model's tokenizer."""
+    return load_model(AutoTokenizer.from_pretrained, name)
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Load a model's config alone."""
+    return load_model(AutoConfig.from_pretrained, name)
+
+
+def version_of(name: str) -> list[Any]:
+    """What tells a model from an earlier one of the same name: its files, or its commit on the Hub."""
+    where = Path(_find(name)[0])
+    if not where.is_dir():
+        cached = try_to_load_from_cache(name, "config.json")
+        return [Path(cached).parent.name] if isinstance(cached, str) else []
+    kinds = (".safetensors", ".bin", ".gguf", ".json", ".model", ".txt")  # weights, config and tokenizer
+    files = sorted(path for path in where.iterdir() if path.suffix in kinds)
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def load_model(load: Callable, name: str, **options: Any) -> Any:
+    """What a class's `from_pretrained` makes of a name; what goes wrong is said in a sentence."""
+    where, more = _find(name)
+    try:
+        return load(where, **options, **more)
+    except SafetensorError as error:
+        raise ValueError(
+            f"model {name!r}: a weights file is cut short or damaged ({error}). Copy or save it again."
+        ) from error
+    except OSError as error:
+        unknown = "" if Path(name).exists() else " is no folder here and cannot be had from the Hub"
+        raise OSError(f"model {name!r}{unknown}: {error}") from error
+
+
+def _find(name: str) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` must be given for a name."""
+    if name == BUNDLED:
+        return str(_BUNDLED_FOLDER), {}
+    path = Path(name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"model {name!r}: there is no such file.")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_file():
+        raise ValueError(f"model {name!r} is a file: give its folder, or a .gguf file.")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(_no_model(path))
+    on_hub = not path.is_absolute() and name.count("/") < 2 and (path.parent == Path() or not path.parent.is_dir())
+    if not path.exists() and not on_hub:
+        raise ValueError(f"model {name!r}: there is no such folder.")
+    return name, {}
+
+
+def _make_plain(model: PreTrainedModel) -> None:
+    """A model read from GGUF holds ordinary weights, but says it is quantised and then refuses to be saved."""
+    for owner in (model.config, model):
+        for attribute in ("quantization_config", "hf_quantizer", "quantization_method", "is_quantized"):
+            if hasattr(owner, attribute):
+                delattr(owner, attribute)
+
+
+def _run_of(name: str) -> dict[str, Any] | None:
+    path = Path(name)
+    is_checkpoint = path.is_dir() and path in checkpoints.of_run(path.parent)
+    for folder in (path, path.parent) if is_checkpoint else (path,):
+        if name != BUNDLED and (folder / RUN_FILE).is_file():
+            try:
+                record = json.loads((folder / RUN_FILE).read_text())
+            except ValueError as error:
+                raise ValueError(
+                    f"{folder / RUN_FILE} is damaged ({error}). Take it away to use the model without its record."
+                ) from error
+            if isinstance(record, dict) and record.get("kind") == "run":
+                return record
+    return None
+
+
+def _no_model(path: Path) -> str:
+    if not (path / RUN_FILE).exists():
+        return f"model {str(path)!r}: this folder holds no model (config.json is missing)."
+    found = [folder for folder in checkpoints.of_run(path) if checkpoints.is_complete(folder)]
+    hint = f" Its newest checkpoint is {found[-1]}." if found else ""
+    return f"model {str(path)!r}: this run is not finished. Run the same train command again to go on.{hint}"

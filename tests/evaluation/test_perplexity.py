@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Perplexity against loops written out here, on real text: what is scored, once each, and how sums become ratios."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import test_reference
+import torch
+from helpers import prose, tiny
+
+import carryforward as cf
+from carryforward.data.documents import Documents, tokenise
+from carryforward.data.texts import Corpus, Text
+from carryforward.evaluation.perplexity import Perplexity, perplexity
+
+T = 24  # of the plain models
+NATS = 1e-4  # in all, not for each token
+
+
+@pytest.fixture(scope="module")
+def ids():
+    """The first 2,000 tokens of WikiText's test set, or of Python's documentation where that is not here."""
+    text = prose.WIKITEXT.read_text(encoding="utf-8")[:20_000] if prose.WIKITEXT.exists() else "".join(prose.TOPICS)
+    found = prose.tokenizer()(text[:20_000])["input_ids"][:2000]
+    assert len(found) == 2000
+    return found
+
+
+def plain(name):
+    return tiny.base(name, vocab_size=prose.VOCABULARY)
+
+
+def recurrent(name="gpt2", **fields):
+    """In double precision, so that a wrong token cannot hide behind rounding."""
+    return tiny.recurrent(name, settings={"vocab_size": prose.VOCABULARY}, **fields).double()
+
+
+def one_window_at_a_time(model, ids, window, overlap):
+    """Window n starts at n (window - overlap); a target belongs to the first window that reads the token before it."""
+    nats, scored, start = 0.0, [], 0
+    while len(scored) < len(ids) - 1:
+        read = ids[start : start + window]
+        with torch.no_grad():
+            log_p = model(torch.tensor([read])).logits[0].double().log_softmax(-1)
+        for target in range(start + 1, min(start + len(read) + 1, len(ids))):
+            if target not in scored[-window:]:
+                nats -= log_p[target - start - 1, ids[target]].item()
+                scored.append(target)
+        start += window - overlap
+    assert scored == list(range(1, len(ids)))
+    return nats
+
+
+def some_documents(ids):
+    """Lengths that end inside a window, at its end, one past it, and hardly begin one."""
+    borders = np.cumsum([0, 61, 1, 8, 0, 9, 2, 16, 17, 33, 100])
+    return [ids[a:b] for a, b in itertools.pairwise(borders)]
+
+
+# --- against loops written out -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [0, 7, T - 1])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_plain_model_is_scored_as_by_a_straightforward_loop(ids, name, overlap):
+    model = plain(name)
+    score = perplexity(model, [ids], window=T, overlap=overlap, batch_size=64)
+    assert score.tokens == 1999
+    assert score.nats == pytest.approx(one_window_at_a_time(model, ids, T, overlap), abs=NATS)
+
+
+@pytest.mark.parametrize("overlap", [0, 3, 7])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_recurrent_model_is_scored_as_by_the_papers_equations(ids, name, overlap):
+    model = recurrent(name, window=test_reference.WINDOW, overlap=overlap)
+    document = ids if overlap < 7 else ids[:500]
+    with torch.no_grad():
+        tokens = torch.tensor([document])
+        nats, count = test_reference.run(
+            test_reference.REFERENCES[name], dict(model.named_parameters()) | tied(model), model.config.base_config,
+            tokens, tokens, overlap,
+        )  # fmt: skip
+    score = perplexity(model, [document])
+    assert score.tokens == count == len(document) - 1
+    assert score.nats == pytest.approx(float(nats), abs=NATS)
+
+
+def tied(model):
+    """The output layer under its own name, where it is the input layer's."""
+    return {"base.lm_head.weight": model.base.lm_head.weight}
+
+
+@pytest.mark.parametrize("overlap", [0, 2, 5])  # made for 2
+def test_at_any_overlap_the_state_goes_through_the_whole_document(ids, overlap):
+    model = recurrent()
+    with torch.no_grad():
+        whole = model(torch.tensor([ids]), labels=torch.tensor([ids]), overlap=overlap)
+    score = perplexity(model, [ids], overlap=overlap)
+    assert score.nats == pytest.approx(whole.nll_sum.item(), abs=NATS)
+
+
+@pytest.mark.parametrize("overlap", [0, 2, 7])
+def test_without_its_state_a_recurrent_model_is_its_base(ids, overlap):
+    model = recurrent()
+    ids = ids if overlap < 7 else ids[:500]
+    removed = perplexity(model, [ids], overlap=overlap, use_state=False)
+    alone = perplexity(model.base, [ids], window=8, overlap=overlap)
+    assert removed.nats == pytest.approx(alone.nats, rel=1e-7)
+    assert removed.tokens == alone.tokens
+    assert removed.nats == pytest.approx(one_window_at_a_time(model.base, ids, 8, overlap), abs=NATS)
+    assert abs(removed.nats - perplexity(model, [ids], overlap=overlap).nats) > 1, "the state matters here"
+
+
+@pytest.mark.parametrize(("overlap", "windows"), [(0, 1), (2, 3), (2, 1000)])
+def test_reset_every_scores_the_training_samples_one_by_one(ids, overlap, windows):
+    """A sample reads its windows and the target just behind them; the state starts empty."""
+    model, nats, stride = recurrent(overlap=overlap), 0.0, 8 - overlap
+    document = torch.tensor([ids[:203]])
+    for start in range(0, 202, windows * stride):
+        piece = document[:, start : start + (windows - 1) * stride + 8 + 1]
+        labels = piece.clone()
+        labels[:, : 1 + (overlap if start else 0)] = -100  # scored by the sample before
+        if (labels != -100).any():
+            with torch.no_grad():
+                nats += model(piece, labels=labels).nll_sum.item()
+    score = perplexity(model, [ids[:203]], reset_every=windows)
+    assert score.tokens == 202
+    assert score.nats == pytest.approx(nats, abs=NATS)
+    if windows == 1000:
+        assert score.nats == pytest.approx(perplexity(model, [ids[:203]]).nats, abs=NATS)
+
+
+# --- sums ----------------------------------------------------------------------------------------------------------
+
+WAYS = {"with state": {}, "removed": {"use_state": False}, "reset": {"reset_every": 2}, "other overlap": {"overlap": 5}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batched_is_alone_and_splits_add_up(ids, way, monkeypatch):
+    model, documents = recurrent(), some_documents(ids)
+    alone = sum((perplexity(model, [document], **WAYS[way]) for document in documents), Perplexity())
+    assert alone.tokens == sum(max(len(document) - 1, 0) for document in documents)
+    for batch_size, per_call in [(1, 16), (3, 2), (100, 1)]:
+        monkeypatch.setattr("carryforward.evaluation.perplexity.WINDOWS_PER_CALL", per_call)
+        together = perplexity(model, documents, batch_size=batch_size, **WAYS[way])
+        assert (together.tokens, together.documents) == (alone.tokens, alone.documents)
+        assert together.nats == pytest.approx(alone.nats, abs=NATS)
+    halves = perplexity(model, documents[:4], **WAYS[way]) + perplexity(model, documents[4:], **WAYS[way])
+    assert halves.nats == pytest.approx(alone.nats, abs=NATS)
+
+
+def test_progress_counts_every_token_once(ids):
+    for way in WAYS.values():
+        seen = []
+        score = perplexity(recurrent(), some_documents(ids), progress=seen.append, **way)
+        assert sum(seen) == score.tokens
+
+
+def test_documents_too_short_to_predict_anything_count_all_the_same():
+    documents = Documents.of([[], [5], [5, 6]], words=[0, 1, 2], bytes=[0, 3, 4])
+    for model, window in ((recurrent(), None), (plain("gpt2"), 8)):
+        score = perplexity(model, documents, window=window)
+        assert (score.documents, score.tokens, score.words, score.bytes) == (3, 1, 3, 7)
+        assert score.nats > 0
+        assert perplexity(model, documents[:2], window=window).nats == 0
+        assert math.isnan(perplexity(model, [], window=window).token_perplexity)
+
+
+def test_words_and_bytes_by_hand(tmp_path):
+    texts = ["Two words", "three more\nwords – counted"]
+    corpus = Corpus("c", "test", lambda: (Text(str(i), text) for i, text in enumerate(texts)), lambda: "x")
+    score = perplexity(plain("gpt2"), tokenise(corpus, prose.tokenizer(), cache=tmp_path), window=T)
+    assert (score.words, score.line_ends, score.bytes) == (2 + 5, 1, 9 + 28)  # the dash is a word of three bytes
+    assert score.word_perplexity == pytest.approx(math.exp(score.nats / 7))
+    assert score.token_perplexity == pytest.approx(math.exp(score.nats / score.tokens))
+    assert score.bits_per_byte == pytest.approx(score.nats / math.log(2) / 37)
+
+
+def test_ratios_are_taken_last_and_never_overflow():
+    a, b = Perplexity(nats=10.0, tokens=5, words=2, bytes=9), Perplexity(nats=2.0, tokens=1, words=2, bytes=1)
+    assert (a + b).word_perplexity == pytest.approx(math.exp(12 / 4))
+    assert (a + b).bits_per_byte == pytest.approx(12 / 10 / math.log(2))
+    assert Perplexity(nats=1e6, tokens=1).token_perplexity == math.inf
+    assert math.isnan(Perplexity(nats=1.0, tokens=1).word_perplexity), "without words there is no such thing"
+
+
+# --- the model is left as it was -----------------------------------------------------------------------------------
+
+
+def test_dropout_is_off_and_every_module_is_as_before(ids):
+    model = recurrent()
+    expected = perplexity(model, [ids[:100]])
+    model.train()
+    model.base.transformer.h[1].eval()  # as someone who froze a layer has it
+    before = [module.training for module in model.modules()]
+    assert perplexity(model, [ids[:100]]) == expected
+    assert [module.training for module in model.modules()] == before
+    with pytest.raises(ValueError, match="token id"):
+        perplexity(model, [[prose.VOCABULARY]] * 2 + [[1, prose.VOCABULARY]])
+    assert [module.training for module in model.modules()] == before, "after an error too"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "message"),
+    [
+        (plain("gpt2"), {}, "window is missing"),
+        (plain("gpt2"), {"window": 41}, "window=41: this model has 40 positions. Use 40 or less."),
+        (plain("gpt2"), {"window": 8, "overlap": 8}, "overlap=8 must be .* smaller than the 8"),
+        (plain("gpt2"), {"window": 8, "batch_size": 0}, "batch_size=0 must be at least 1"),
+        (recurrent(), {"window": 9}, "window=9: this recurrent model reads 8 tokens at once. Leave it out."),
+        (recurrent(), {"overlap": -1}, "overlap=-1 must be at least 0"),
+        (recurrent(), {"reset_every": 0}, "reset_every=0 must be at least 1"),
+        (recurrent(), {"reset_every": -3}, "reset_every=-3 must be at least 1"),
+        (tiny.recurrent("bert"), {}, "perplexity needs a causal language model, not RecurrentForMaskedLM"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(model, given, message):
+    with pytest.raises(ValueError, match=message):
+        perplexity(model, [[5, 6, 7]], **given)
+
+
+@pytest.mark.parametrize("wrong", [300, -1])
+def test_tokens_of_another_tokenizer_are_refused_without_a_state_too(wrong):
+    for model, given in [(plain("gpt2"), {"window": 8}), (recurrent(), {"use_state": False}), (recurrent(), {})]:
+        with pytest.raises(ValueError, match=f"token id {wrong};.*ids from 0 to 299.*tokenizer that belongs to"):
+            perplexity(model, [[5, wrong, 7]], **given)
+
+
+# --- another's count -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_lm_evals_rolling_log_likelihood(name):
+    """Equal on whole windows after its prefix token; a last short window it fills up with tokens read before."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm-eval to compare with it")
+    instance = pytest.importorskip("lm_eval.api.instance")
+    model, tokenizer = plain(name), prose.tokenizer()
+    lm = huggingface.HFLM(pretrained=model, tokenizer=tokenizer, max_length=T, batch_size=4)
+    whole, ragged = [], []
+    for text, windows in zip(prose.TOPICS[:3], (1, 7, 20), strict=True):
+        found = tokenizer(text)["input_ids"]
+        whole.append(found[: windows * T])
+        ragged.append(found[: windows * T + 5])
+
+    def theirs(documents):
+        texts = [tokenizer.decode(document) for document in documents]
+        assert tokenizer(texts)["input_ids"] == documents, "cut where a tokenizer would not cut"
+        requests = [instance.Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts)]
+        return -sum(lm.loglikelihood_rolling(requests, disable_tqdm=True))
+
+    def ours(documents):
+        return perplexity(model, [[lm.prefix_token_id, *document] for document in documents], window=T)
+
+    assert ours(whole).tokens == 28 * T
+    assert ours(whole).nats == pytest.approx(theirs(whole), abs=1e-3)  # they add up in single precision
+    assert abs(ours(ragged).nats - theirs(ragged)) > 0.1
+
+
+def test_it_is_public():
+    assert cf.perplexity is perplexity
+
+
+@pytest.mark.parametrize("head", ["masked", "none"])
+def test_encoders_see_what_they_are_asked_for_and_are_refused(head):
+    with pytest.raises(ValueError, match="perplexity needs a causal language model, not Bert"):
+        perplexity(tiny.base("bert", head), [[5, 6, 7, 8]], window=8)

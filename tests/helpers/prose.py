@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real text, a tokenizer of it and a tiny GPT-2 on disk: what a user of the command line has, made on the spot."""
+
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+VOCABULARY = 300
+TOPICS = [topics[name] for name in sorted(topics)]
+WIKITEXT = Path(__file__).resolve().parents[3] / "shared" / "corpora" / "wikitext" / "wiki.test.raw"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE: every text is tokens, and no token stands for nothing but the one that ends a text."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        TOPICS[:8],
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<|end|>", eos_token="<|end|>")
+
+
+def save_model(folder: Path) -> Path:
+    """A tiny plain GPT-2 with its tokenizer."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_topics(folder: Path, count: int = 12) -> Path:
+    """Some topics as text files, the beginning of each."""
+    folder.mkdir()
+    for number, text in enumerate(TOPICS[:count]):
+        (folder / f"{number:02}.txt").write_text(text[:1500], encoding="utf-8")
+    return folder

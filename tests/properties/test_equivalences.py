@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Things that must not make a difference, on tiny models of every supported architecture.
+
+Recomputed = kept graph, batched = alone, streamed = whole, state removed = base model, gradient checkpointing on =
+off, saved and reloaded = before. All in float32; each comparison covers losses and gradients where there are any.
+"""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+import transformers
+from helpers import tiny
+from torch.testing import assert_close
+
+import carryforward as cf
+
+ALL = list(tiny.CONFIGS)
+PER_TOKEN = [(name, None) for name in ALL] + [(name, "token") for name in tiny.ENCODERS]
+EVERY_HEAD = PER_TOKEN + [(name, "none") for name in ALL] + [(name, "sequence") for name in tiny.ENCODERS]
+
+
+def label(model, ids):
+    """Labels for every token: the tokens themselves, or their classes for a token classifier."""
+    return ids % 3 if isinstance(model, cf.RecurrentForTokenClassification) else ids
+
+
+def run(model, ids, mask=None, labels=None, **arguments) -> tuple[torch.Tensor, dict]:
+    """Loss and gradients of a call, whatever the head; hidden states are given a loss of their own."""
+    if isinstance(model, cf.RecurrentModel):
+        hidden = model(ids, attention_mask=mask, **arguments).last_hidden_state
+        loss = (hidden * torch.linspace(-1, 1, hidden.shape[-1])).pow(2).sum()
+    elif isinstance(model, cf.RecurrentForSequenceClassification):
+        loss = model(ids, attention_mask=mask, labels=ids[:, -1] % 3, **arguments).loss
+    else:
+        loss = model(ids, attention_mask=mask, labels=label(model, ids), **arguments).loss
+    loss.backward()
+    return loss.detach(), tiny.gradients(model)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "dropout"])
+@pytest.mark.parametrize(("name", "head"), EVERY_HEAD)
+def test_recomputed_equals_kept_graph(name, head, training):
+    ids = tiny.documents(2, 37)
+    mask = torch.ones_like(ids)
+    mask[0, 20:] = 0
+    results = []
+    for keep_graph in (False, True):
+        model = tiny.recurrent(name, head, keep_graph=keep_graph).train(training)
+        torch.manual_seed(5)
+        results.append((*run(model, ids, mask), torch.rand(())))
+    (loss, gradients, drawn), (kept_loss, kept_gradients, kept_drawn) = results
+    assert_close(loss, kept_loss)
+    assert drawn == kept_drawn, "the generator is left where a single pass leaves it"
+    tiny.assert_same_gradients(gradients, kept_gradients)
+    assert gradients["recurrence.networks.0.0.weight"].abs().max() > 1e-6, "the state takes part"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("name", "head"), PER_TOKEN)
+def test_batched_equals_alone(name, head, side):
+    model = tiny.recurrent(name, head).double()  # float32 rounds sums of other orders apart, on some processors too far
+    lengths = [3, 37, 8, 9, 20]
+    ids = tiny.documents(len(lengths), max(lengths))
+    columns = torch.arange(max(lengths))
+    real = torch.tensor(lengths)[:, None]
+    mask = (columns < real if side == "right" else columns >= max(lengths) - real).long()
+
+    together = model(ids, attention_mask=mask, labels=label(model, ids))
+    together.nll_sum.backward()
+    batched = tiny.gradients(model)
+    logits = model(ids, attention_mask=mask).logits
+
+    total = torch.zeros(())
+    for row in range(len(lengths)):
+        alone = ids[row][mask[row] == 1][None]
+        out = model(alone, labels=label(model, alone))
+        assert_close(model(alone).logits[0], logits[row][mask[row] == 1], rtol=1e-6, atol=1e-7)
+        mine = together.state[[row]]
+        assert mine.read.equal(out.state.read)
+        assert mine.pending.equal(out.state.pending)
+        assert mine.started.equal(out.state.started)
+        if out.state.started.item():
+            assert_close(mine.carried, out.state.carried, rtol=1e-6, atol=1e-7)
+        assert mine.tokens[0, : mine.pending].equal(out.state.tokens[0])
+        total = total + out.nll_sum
+    assert_close(together.nll_sum, total)
+    total.backward()
+    tiny.assert_same_gradients(batched, tiny.gradients(model), tolerance=1e-6)
+
+
+CUTS = [[10, 11, 25], [1, 2, 8, 9], [16]]
+TOKEN_BY_TOKEN = [(name, None, list(range(1, 34))) for name in ("gpt2", "llama", "bert", "modernbert")]
+
+
+@pytest.mark.parametrize(("name", "head", "cuts"), [(*c, cut) for c in PER_TOKEN for cut in CUTS] + TOKEN_BY_TOKEN)
+def test_streamed_equals_whole(name, head, cuts):
+    model = tiny.recurrent(name, head)
+    ids = tiny.documents(2, 34)
+    labels = label(model, ids)
+    whole = model(ids, labels=labels)
+    whole.nll_sum.backward()
+    expected = tiny.gradients(model)
+
+    state, total, scored = None, torch.zeros(()), 0
+    borders = [0, *cuts, 34]
+    for begin, end in itertools.pairwise(borders):
+        final = {} if name in tiny.CAUSAL else {"final": end == 34}
+        out = model(ids[:, begin:end], labels=labels[:, begin:end], state=state, **final)
+        state, total, scored = out.state, total + out.nll_sum, scored + out.n_scored
+    assert scored == whole.n_scored == (2 * 33 if name in tiny.CAUSAL else 2 * 34)
+    assert_close(total, whole.nll_sum)
+    total.backward()
+    tiny.assert_same_gradients(expected, tiny.gradients(model))
+    assert state.read.tolist() == [34, 34]
+    if name in tiny.CAUSAL:
+        assert_close(state.carried, whole.state.carried, rtol=1e-4, atol=1e-5)
+        assert state.tokens.equal(whole.state.tokens)
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("name", tiny.ENCODERS)
+def test_streamed_encoders_give_every_vector_once(name, overlap):
+    model = tiny.recurrent(name, "none", overlap=overlap)
+    ids = tiny.documents(2, 34)
+    whole = model(ids).last_hidden_state
+    pieces, state, reached = [], None, 0
+    for begin, end in ((0, 5), (5, 8), (8, 16), (16, 31), (31, 34)):
+        out = model(ids[:, begin:end], state=state, final=False)
+        state = out.state
+        first, last = out.emitted[0].tolist()
+        assert first == reached
+        pieces.append(out.last_hidden_state)
+        assert pieces[-1].shape == (2, last - first, tiny.WIDTH)
+        reached = last
+    assert not pieces[0].numel()
+    pieces.append(model(state=state, final=True).last_hidden_state)
+    assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_piece_without_a_window_gives_no_logits_yet():
+    ids = tiny.documents(2, 4)
+    for head, classes in (("masked", tiny.VOCABULARY), ("token", 3)):
+        out = tiny.recurrent("bert", head)(ids, labels=ids % 3, final=False, return_logits=True)
+        assert out.logits.shape == (2, 0, classes)
+        assert out.n_scored == 0
+
+
+@pytest.mark.parametrize("name", tiny.ENCODERS)
+def test_a_streamed_classification_equals_the_whole(name):
+    model = tiny.recurrent(name, "sequence")
+    ids = tiny.documents(2, 34)
+    whole = model(ids, labels=torch.tensor([0, 2]))
+    first = model(ids[:, :15], final=False)
+    assert first.logits is None
+    last = model(ids[:, 15:], labels=torch.tensor([0, 2]), state=first.state)
+    assert_close(last.logits, whole.logits, rtol=1e-4, atol=1e-5)
+    assert_close(last.loss, whole.loss)
+
+
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_state_removed_equals_base_model(name):
+    """Every window gives the base model's own logits, and one window its own loss."""
+    model = tiny.recurrent(name, overlap=3)
+    ids = tiny.documents(2, 30)
+    logits = model(ids, use_state=False).logits
+    for start, end, fresh in ((0, 8, 0), (5, 13, 8), (25, 30, 28)):
+        assert_close(logits[:, fresh:end], model.base(ids[:, start:end]).logits[:, fresh - start :])
+    assert (model(ids).logits - logits).abs().max() > 1e-3, "with the state the numbers are others"
+    short = ids[:, :8]
+    for use_state in (True, False):
+        out = model(short, labels=short, use_state=use_state)
+        assert_close(out.loss, model.base(short, labels=short).loss)
+    assert_close(model(short).logits, model.base(short).logits)
+
+
+@pytest.mark.parametrize(("name", "head"), [(n, h) for n in tiny.ENCODERS for h in (None, "token", "sequence", "none")])
+def test_state_removed_equals_base_encoder(name, head):
+    model = tiny.recurrent(name, head, overlap=0)
+    ids = tiny.documents(2, 20)
+
+    def window(stretch):
+        sides = [
+            torch.tensor(side).expand(2, -1)
+            for side in (model.config.recurrence.prefix, model.config.recurrence.suffix)
+        ]
+        return model.base(torch.cat([sides[0], stretch, sides[1]], dim=1))
+
+    if head == "sequence":
+        assert_close(model(ids[:, :8]).logits, window(ids[:, :8]).logits)
+        return
+    field = "last_hidden_state" if head == "none" else "logits"
+    got = model(ids, use_state=False)[field]
+    for start, end in ((0, 8), (8, 16), (16, 20)):
+        assert_close(got[:, start:end], window(ids[:, start:end])[field][:, 1:-2], rtol=1e-4, atol=1e-5)
+    assert (model(ids)[field] - got).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("keep_graph", [False, True], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("name", ALL)
+def test_gradient_checkpointing_changes_nothing(name, keep_graph):
+    ids = tiny.documents(2, 30)
+    results = []
+    for checkpointing in (False, True):
+        model = tiny.recurrent(name, keep_graph=keep_graph).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            assert model.is_gradient_checkpointing
+        torch.manual_seed(3)
+        results.append(run(model, ids))
+    assert_close(results[0][0], results[1][0])
+    tiny.assert_same_gradients(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(("name", "head"), EVERY_HEAD)
+def test_saved_and_reloaded_equals_before(name, head, tmp_path):
+    model = tiny.recurrent(name, head, slots=2, insert_at=(1, 3))
+    model.save_pretrained(tmp_path / "model")
+    auto = getattr(transformers, type(model).auto_class)
+    again = auto.from_pretrained(tmp_path / "model").eval()
+    assert type(again) is type(model)
+    assert again.config.recurrence == model.config.recurrence
+    ids = tiny.documents(2, 30)
+    before, after = run(model, ids), run(again, ids)
+    assert before[0].equal(after[0])
+    tiny.assert_same_gradients(before[1], after[1], tolerance=0)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ALL)
+def test_copies_are_independent(name, make):
+    """A copy computes the same, with its own weights: hooks that still pointed at the original would be found here."""
+    model = tiny.recurrent(name)
+    ids = tiny.documents(2, 30)
+    before = run(model, ids)
+    again = make(model)
+    assert before[0].equal(run(again, ids)[0])
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.mul_(1.1)
+    after = run(model, ids)
+    assert before[0].equal(after[0])
+    tiny.assert_same_gradients(before[1], after[1], tolerance=0)
+    assert not before[0].equal(run(again, ids)[0])

@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: what they say is run once, never twice, and told as it is."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import prose
+from typer.testing import CliRunner
+
+from carryforward.cli.main import app
+from carryforward.reproduction import claims, figures, pages, recipes, run, tables
+from carryforward.reproduction.tables import Row
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "experiments").glob("*/recipes/*.yaml"))
+
+CONTENT = {
+    "about": "A tiny model.",
+    "table": "overlaps",
+    "train": {
+        "model": "model", "data": "text", "window": 16, "windows_per_sample": 3, "batch_size": 2, "train_tokens": 300,
+        "eval_tokens": 300, "warmup_steps": 1, "max_validation_tokens": 60,
+    },
+    "score": {
+        "validation": {"split": "validation", "max_document_tokens": 60},
+        "test": {"split": "test", "max_document_tokens": 60},
+    },
+    "cells": {
+        "plain": {"train": {"recurrence": False, "learning_rate": "1e-4"}, "overlaps": [0, 4]},
+        "recurrent-4": {"train": {"overlap": 4}, "overlaps": [4], "rates_of": "table2/plain"},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An experiment with a tiny model, ready to run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CARRYFORWARD_CACHE", str(tmp_path / "cache"))
+    prose.save_model(tmp_path / "model")
+    prose.save_topics(tmp_path / "text")
+    write(CONTENT)
+    return tmp_path / "experiments"
+
+
+def write(content, setting="tiny"):
+    path = recipes.path_of(Path("experiments"), "table2", setting)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def reproduce(*more):
+    return CliRunner().invoke(app, ["reproduce", "table2", "--setting", "tiny", "--device", "cpu", *more])
+
+
+def changed(**more):
+    return {**CONTENT, **more}
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parents[1].name}-{path.stem}")
+def test_every_recipe_that_is_shipped_can_be_read(path):
+    recipe = recipes.read(path)
+    assert recipe.cells
+    for cell in recipe.cells:
+        assert cell.settings.max_validation_tokens == 15_000 or "wikitext" in cell.settings.data
+        if cell.rates_of is not None:  # a cell that exists, plain for plain
+            name, setting, what = (cell.rates_of.parents[i].name for i in (0, 1, 3))
+            others = {c.name: c for c in recipes.read(recipes.path_of(ROOT / "experiments", what, setting)).cells}
+            assert others[name].settings.recurrence == cell.settings.recurrence
+            assert setting == path.stem
+    if recipe.table == "windows":  # as many tokens in a step whatever the window
+        steps = {cell.settings.batch_size * cell.settings.window for cell in recipe.cells}
+        assert max(steps) < 1.05 * min(steps)
+
+
+def test_settings_are_what_training_wants(folder):
+    plain, recurrent = recipes.read(recipes.path_of(folder, "table2", "tiny")).cells
+    assert plain.settings.learning_rate == (1e-4,)  # YAML takes 1e-4 for a word
+    assert plain.settings.recurrence is False
+    assert (recurrent.settings.overlap, recurrent.name) == (4, "recurrent-4-seed0")
+
+
+def test_one_seed_of_everything_comes_before_the_next(folder):
+    recipe = recipes.read(write(changed(seeds=[0, 1])))
+    assert [cell.name for cell in recipe.cells] == ["plain-seed0", "recurrent-4-seed0", "plain-seed1", "recurrent-4-seed1"]  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"table": "overlaps"}, "about, train, score, cells missing"),
+        (changed(title="x"), "title unknown"),
+        (changed(table="pie"), "table 'pie' is not one of overlaps, windows, variants"),
+        (changed(cells={"plain": {"train": {"windwo": 3}, "overlaps": [0]}}), "cell plain: windwo unknown"),
+        (changed(cells={"plain": {"train": {"recurrence": "no"}, "overlaps": [0]}}), "'no' is neither true nor false"),
+        (changed(cells={"plain": {"train": {"batch_size": 0}, "overlaps": [0]}}), "--batch-size 0"),
+        (changed(cells={"plain": {"overlaps": [0], "texts": ["tset"]}}), "texts tset are not under `score`"),
+        (changed(score={"test": {"split": "test", "overlap": 3}}), "score test: overlap unknown"),
+        (changed(cells={"plain": {"overlaps": [0], "rates_of": "plain"}}), "plain must be EXPERIMENT/CELL"),
+        (changed(cells={"plain": {"overlaps": [0], "same_as": "table3/plain"}}), "table3/recipes/tiny.yaml: no such"),
+        ([1, 2], "`name: value` lines are expected"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(content, told, folder):
+    with pytest.raises(ValueError, match=told):
+        recipes.read(write(content))
+
+
+def test_a_recipe_that_is_not_there(folder):
+    result = CliRunner().invoke(app, ["reproduce", "table2", "--setting", "gpt3"])
+    assert result.exit_code == 2
+    assert "no such recipe. Settings there: tiny." in result.stderr
+    result = CliRunner().invoke(app, ["reproduce", "table9", "--setting", "tiny"])
+    assert "no such recipe. Say with --experiments where" in result.stderr
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_from_beginning_to_end(folder, monkeypatch):
+    result = reproduce()
+    assert result.exit_code == 0, result.stderr
+    results = folder / "table2/results/tiny"
+    found = {path.relative_to(results).as_posix() for path in results.rglob("*.json")}
+    assert found == {f"{cell}/{file}.json" for cell in ("plain-seed0", "recurrent-4-seed0") for file in ("run", "validation")}  # fmt: skip  # noqa: E501
+    record = json.loads((results / "recurrent-4-seed0/run.json").read_text())
+    assert record["settings"]["learning_rate"] == [1e-4], "the rates of the plain cell"
+    rows = tables.find(recipes.read(recipes.path_of(folder, "table2", "tiny"))).rows
+    shown = {(row.label, row.overlap, row.use_state) for row in rows}
+    assert shown == {("plain", 0, False), ("plain", 4, False), ("recurrent-4", 4, True), ("recurrent-4", 4, False)}
+    page = (folder / "table2/README.md").read_text()
+    kept = next(row for row in rows if row.use_state)
+    assert f"{kept.perplexity:,.2f}" in page
+    assert (folder / "table2/tiny.png").exists()
+    assert "by overlap, 4:" in (folder / "CLAIMS.md").read_text()
+
+    # what is finished is not run again, wherever the text is now
+    monkeypatch.setattr(run, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "evaluate", lambda *args, **kwargs: pytest.fail("scored again"))
+        assert reproduce().exit_code == 0
+
+    # the test split only when asked for, with the models that are there
+    Path("text").rename("moved")
+    before = (results / "plain-seed0/validation.json").stat().st_mtime_ns
+    result = reproduce("--data", "moved", "--test", "--cell", "plain", "--no-keep-models")
+    assert result.exit_code == 0, result.stderr
+    assert (results / "plain-seed0/test.json").exists()
+    assert not (results / "recurrent-4-seed0/test.json").exists()
+    assert (results / "plain-seed0/validation.json").stat().st_mtime_ns == before
+    assert not Path("runs/table2/tiny/plain-seed0").exists()
+    assert Path("runs/table2/tiny/recurrent-4-seed0/model.safetensors").exists()
+
+
+@pytest.fixture
+def finished(folder):
+    assert reproduce().exit_code == 0
+    return folder / "table2/results/tiny"
+
+
+def test_a_model_that_was_thrown_away_is_not_quietly_replaced(finished):
+    Path("runs").rename("thrown-away")
+    result = reproduce("--test")
+    assert result.exit_code == 2
+    assert "no longer has its model" in result.stderr
+    assert not (finished / "plain-seed0/test.json").exists()
+
+
+def test_results_of_another_recipe_are_not_mixed_with_these(finished):
+    write(changed(train={**CONTENT["train"], "train_tokens": 400}))
+    refused = reproduce()
+    assert refused.exit_code == 2
+    assert "train_tokens: 300 there, 400 in the recipe" in refused.stderr
+    assert reproduce("--tables-only").exit_code == 0
+    assert "Nothing is measured yet" in Path("experiments/CLAIMS.md").read_text()
+
+
+def test_a_text_scored_in_another_way_is_scored_again(finished):
+    file = finished / "plain-seed0/validation.json"
+    before = json.loads(file.read_text())["data"]["tokens"]
+    write(changed(score={"validation": {"split": "validation", "max_document_tokens": 30}}))
+    assert reproduce().exit_code == 0
+    assert json.loads(file.read_text())["data"]["tokens"] < before
+
+
+def test_a_result_of_another_training_run_does_not_count(finished):
+    record = json.loads((finished / "plain-seed0/run.json").read_text())
+    (finished / "plain-seed0/run.json").write_text(json.dumps({**record, "date": "another day"}))
+    found = tables.find(recipes.read(recipes.path_of(Path("experiments"), "table2", "tiny")))
+    assert found.unfinished == ["plain-seed0"]
+    assert {row.label for row in found.rows} == {"recurrent-4"}
+
+
+@pytest.mark.parametrize("what", ["base models", "training texts"])
+def test_models_of_different_origin_are_not_compared(what, finished):
+    file = finished / "plain-seed0/run.json"
+    record = json.loads(file.read_text())
+    name = {"base models": "base", "training texts": "data"}[what]
+    record["circumstances"][name] = "another"
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"different {what} are side by side"):
+        tables.find(recipes.read(recipes.path_of(Path("experiments"), "table2", "tiny")))
+    assert reproduce("--tables-only").exit_code == 0, "one bad page keeps none of the others back"
+
+
+def test_a_cell_that_another_experiment_runs(finished):
+    path = recipes.path_of(Path("experiments"), "windows", "tiny")
+    path.parent.mkdir(parents=True)
+    cells = {"plain-16": {"same_as": "table2/plain", "overlaps": [0]}}
+    score = {"validation": CONTENT["score"]["validation"]}
+    path.write_text(yaml.safe_dump({**CONTENT, "table": "windows", "score": score, "cells": cells}))
+    found = tables.find(recipes.read(path))
+    assert [(row.label, row.overlap, row.window) for row in found.rows] == [("plain-16", 0, 16)]
+    assert not found.unfinished
+
+
+def test_cells_side_by_side(folder):
+    """Each in a process of its own: the same results, and what failed is said with where to look."""
+    own = {"train": {"recurrence": False, "learning_rate": "1e-4"}, "overlaps": [0]}
+    write(changed(cells={"plain": own, "later": {**own, "rates_of": "rates/nothing"}}, seeds=[0, 1]))
+    result = reproduce("--jobs", "2", "--cell", "plain", "--cell", "later-seed1")
+    assert result.exit_code == 1
+    assert "1 of 3 cells failed" in result.output
+    assert "run that experiment first" in Path("runs/table2/tiny/later-seed1.log").read_text()
+    alone = [
+        json.loads(path.read_text()) for path in sorted(folder.glob("table2/results/tiny/plain-*/validation.json"))
+    ]
+    assert len(alone) == 2
+    assert not (folder / "table2" / "README.md").exists()
+    assert reproduce("--jobs", "2", "--cell", "plain").exit_code == 0, "nothing is left to do"
+    assert (folder / "table2" / "README.md").exists()
+
+
+def test_side_by_side_is_stopped_gently(folder):
+    write(changed(train={**CONTENT["train"], "train_tokens": 10**8, "eval_tokens": 10**8}, seeds=[0, 1]))
+    command = [sys.executable, "-m", "carryforward", "reproduce", "table2", "--setting", "tiny", "--device", "cpu",
+               "--jobs", "2", "--cell", "plain"]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    logs = [Path(f"runs/table2/tiny/plain-seed{seed}.log") for seed in (0, 1)]
+    end = time.monotonic() + 120
+    while not all(log.exists() and "training:" in log.read_text() for log in logs):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130
+    assert "To go on, give the same command again" in process.stderr.read()
+    for log in logs:
+        assert "stopped at step" in log.read_text()
+
+
+def test_a_run_that_was_stopped_goes_on_with_what_is_missing(folder, monkeypatch):
+    real, calls = run.evaluate, []
+
+    def fails_once(name, *args, **kwargs):
+        calls.append(name)
+        if len(calls) == 1:
+            raise OSError("disk full")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(run, "evaluate", fails_once)
+    assert reproduce("--cell", "plain").exit_code == 1
+    weights = Path("runs/table2/tiny/plain-seed0/model.safetensors")
+    trained = weights.stat().st_mtime_ns
+    assert reproduce("--cell", "plain").exit_code == 0
+    assert weights.stat().st_mtime_ns == trained
+    assert len(calls) == 2
+
+
+def test_a_cell_that_waits_for_another(folder):
+    result = reproduce("--cell", "recurrent-4")
+    assert result.exit_code == 2
+    assert "run that experiment first" in result.stderr
+    unknown = reproduce("--cell", "recurrent-5")
+    assert "this recipe has plain, recurrent-4" in unknown.stderr
+
+
+# --- what is told ---------------------------------------------------------------------------------------------------
+
+PAPER = {  # table 2, test
+    "plain": {0: 147.71, 5: 142.30, 10: 139.49, 30: 134.30, 50: 131.25, 75: 128.46,
+              100: 126.51, 150: 123.53, 200: 121.40},
+    "recurrent": {0: 133.02, 5: 128.78, 10: 127.05, 30: 122.22, 50: 119.93},
+}  # fmt: skip
+
+
+def row(label, overlap, perplexity, *, trained=None, window=300, use_state=None, seed=0, text="test"):
+    state = trained is not None if use_state is None else use_state
+    cost = 1.75e8 * window / (window - overlap)
+    return Row(label, seed, text, "books", window, trained, overlap, state, perplexity, cost)
+
+
+def paper_rows():
+    rows = [row("plain", overlap, value) for overlap, value in PAPER["plain"].items()]
+    return rows + [row(f"recurrent-{o}", o, value, trained=o) for o, value in PAPER["recurrent"].items()]
+
+
+def with_controls(rows, factor=1.1):
+    """Beside each recurrent row what it is without its state."""
+    removed = [replace(r, use_state=False, perplexity=r.perplexity * factor) for r in rows if r.recurrent]
+    return [*rows, *removed]
+
+
+def judged(judge, **parts):
+    return judge(claims.Results(**{name: claims.Part(rows, True) for name, rows in parts.items()}))
+
+
+TABLE2 = (claims.c1, claims.c2, claims.c3, claims.c4)
+
+
+def test_the_papers_own_numbers_bear_out_its_claims():
+    for judge in TABLE2:
+        assert judged(judge, overlaps=paper_rows()).holds is True
+    assert "0: -9.9 %" in judged(claims.c1, overlaps=paper_rows()).told
+    told = judged(claims.c4, overlaps=paper_rows()).told
+    assert "119.93; plain at 200: 121.40 (-1.2 %), for 2.10e8 against 5.25e8" in told
+
+
+def test_claims_that_do_not_hold():
+    rows = [replace(r, perplexity=r.perplexity * 1.2) if r.recurrent else r for r in paper_rows()]
+    assert [judged(judge, overlaps=rows).holds for judge in TABLE2] == [False] * 4
+    dear = [replace(r, flops=4e8) if r.recurrent else r for r in paper_rows()]
+    assert judged(claims.c4, overlaps=dear).holds is False, "not for under half the FLOPs"
+
+
+def test_what_lies_within_the_noise_decides_nothing():
+    one, other = [row("r", 0, 99.9, trained=0)], [row("plain", 0, 100.0)]
+    assert judged(claims.c1, overlaps=[*one, *other]).holds is None
+    assert claims.lower([row("r", 0, 95.0), row("r", 0, 104.0, seed=1)], [*other, row("p", 0, 100.0, seed=1)]) is None
+    assert claims.lower([row("r", 0, 95.0), row("r", 0, 96.0, seed=1)], [*other, row("p", 0, 100.0, seed=1)]) is True
+
+
+def test_seeds_are_compared_with_themselves():
+    rows = [row("plain", 0, 100.0), row("r", 0, 99.0, trained=0), row("r", 0, 104.0, trained=0, seed=1)]
+    assert judged(claims.c1, overlaps=rows).holds is True
+    assert "0: -1.0 %" in judged(claims.c1, overlaps=rows).told
+
+
+def test_claims_about_windows():
+    plain = [row("plain", 0, p, window=w) for w, p in ((200, 160.0), (300, 147.0), (400, 140.0))]
+    recurrent = [row("r", 0, p, window=w, trained=0) for w, p in ((200, 140.0), (300, 132.0), (400, 129.0))]
+    # attention makes a longer window dearer
+    rows = [replace(r, flops=1e8 * (1 + r.window / 1000)) for r in [*plain, *recurrent]]
+    verdict = judged(claims.c5, windows=rows)
+    assert verdict.holds is True
+    assert "200: 12.5 %" in verdict.told
+    assert "3 of 3 recurrent points" in verdict.told
+    cheap = replace(rows[0], overlap=50, perplexity=120.0, flops=1e8)  # plain, better than all for less
+    assert judged(claims.c5, windows=[*rows, cheap]).holds is False
+    narrower = [replace(r, perplexity=159.0) if r.recurrent and r.window == 200 else r for r in rows]
+    assert judged(claims.c5, windows=narrower).holds is False
+
+
+def test_claims_about_texts_and_overlaps():
+    books = with_controls(paper_rows())
+    articles = with_controls([row("plain", 0, 30.47), row("r", 0, 29.01, trained=0)])
+    assert judged(claims.c8, overlaps=books, beside=articles).holds is True
+    assert judged(claims.c8, overlaps=articles, beside=books).holds is False
+    for perplexity, holds in ((121.0, True), (100.0, True), (130.0, False)):
+        other = row("recurrent-0", 50, perplexity, trained=0)
+        assert judged(claims.c9, overlaps=[*books, other]).holds is holds
+    seeds = [replace(r, seed=1, perplexity=r.perplexity * 1.1) for r in books]  # another seed, worse in everything
+    both = [row("recurrent-0", 50, 121.0, trained=0), row("recurrent-0", 50, 133.0, trained=0, seed=1)]
+    assert judged(claims.c9, overlaps=[*books, *seeds, *both]).holds is True
+
+
+def test_claims_about_alternatives():
+    rows = [row("paper", 0, 100.0, trained=0), row("late-layer", 0, 102.0, trained=0)]
+    rows = [row("plain", 0, 105.0), *with_controls([*rows, row("max-pooling", 0, 99.5, trained=0)])]
+    assert judged(claims.c10, variants=rows).holds is True
+    assert judged(claims.c11, variants=rows).holds is True
+    better = [*rows, row("four-slots", 0, 94.0, trained=0)]
+    assert judged(claims.c11, variants=better).holds is False
+    assert "four-slots -6.0 %" in judged(claims.c11, variants=better).told
+    elsewhere = [*rows, row("layer-6", 0, 94.0, trained=0)]  # none of the paper's alternatives
+    assert judged(claims.c11, variants=elsewhere) == judged(claims.c11, variants=rows)
+
+
+@pytest.mark.parametrize("judge", [claims.c8, claims.c9, claims.c10, claims.c11])
+def test_nothing_is_said_of_a_state_that_does_nothing(judge):
+    rows = [row("plain", 0, 100.0), row("plain", 50, 90.0), row("paper", 0, 100.1, trained=0)]
+    rows += [row("late", 0, 100.2, trained=0), row("max", 0, 100.1, trained=0), row("r-50", 50, 90.1, trained=50)]
+    rows = with_controls([*rows, row("paper", 50, 90.1, trained=0)], 1.0)
+    verdict = judged(judge, overlaps=rows, beside=rows, variants=[r for r in rows if r.overlap == 0])
+    assert verdict.holds is None
+    assert "the state is of no use yet" in verdict.told
+
+
+def test_what_was_not_measured_or_not_all_is_said():
+    page = claims.page({"bundled": claims.Results()})
+    assert page.count("not measured yet") == len(claims.CLAIMS)
+    half = claims.Results(overlaps=claims.Part(paper_rows(), complete=False))
+    assert "not all of it measured yet; so far, by overlap" in claims.page({"bundled": half})
+    assert "holds" not in claims.page({"bundled": half})
+
+
+def test_test_rows_count_only_when_all_are_there():
+    rows = [row("plain", 0, 100.0), row("plain", 0, 120.0, text="validation")]
+    rows[1] = replace(rows[1], split="validation")
+    whole = tables.Found(rows, {}, [], [])
+    assert [r.perplexity for r in pages._part(whole, beside=False).rows] == [100.0]
+    part = tables.Found(rows, {}, [], ["recurrent-seed0"])
+    assert [r.perplexity for r in pages._part(part, beside=False).rows] == [120.0]
+
+
+def test_tables_of_several_seeds():
+    rows = [row("plain", 0, 100.0), row("plain", 0, 102.0, seed=1), row("r", 0, 90.0, trained=0)]
+    rows += [row("r", 0, 92.0, trained=0, seed=1), row("r", 0, 101.0, trained=0, use_state=False)]
+    table = tables.overlaps(rows)
+    assert "| 0 | 101.00 ± 1.00 | 1.75e8 | 91.00 ± 1.00 | 1.75e8 | -9.9 % | 101.00 |" in table
+    assert "-9.9 %" in tables.variants(rows)
+    assert "against plain at" not in tables.variants(rows)
+    table = tables.variants([*rows, row("plain", 200, 88.0), row("plain-at-200", 200, 87.0)])
+    assert "| r | 0 | 1.75e8 | 91.00 ± 1.00 | -9.9 % | +2.3 % | 101.00 |" in table
+    assert "| plain-at-200 | 200 | 5.25e8 | 87.00 | -1.1 % | -1.1 % | – |" in table
+    assert "101.00 ± 1.00 (1.75e8)" in tables.windows(rows)
+    assert "not finite" in tables.overlaps([replace(rows[0], perplexity=math.inf)])
+
+
+def test_an_overlap_that_was_not_trained_at_has_a_table_of_its_own():
+    table = tables.overlaps([*paper_rows(), row("recurrent-0", 50, 121.13, trained=0)])
+    assert "| 50 | 131.25 | 2.10e8 | 119.93 | 2.10e8 | -8.6 % | – |" in table
+    assert "| 0 | 50 | 121.13 | +1.0 % |" in table
+
+
+def test_learning_rates_that_were_tried():
+    search = [{"rates": [1e-4, 1e-3], "word_perplexity": 12.5}, {"rates": [3e-4, 1e-3], "word_perplexity": None}]
+    record = {"settings": {"recurrence": True}, "search": search}
+    assert tables.searches({"a-seed0": {**record, "search": []}}) == ""
+    chosen = {"learning_rate": 1e-4, "recurrence_learning_rate": 1e-3}
+    table = tables.searches({"a-seed0": {**record, "chosen": chosen}})
+    assert "| a-seed0 | 0.0001 | 0.001 | 12.50 | chosen |" in table
+    assert "| a-seed0 | 0.0003 | 0.001 | not finite |  |" in table
+
+
+def test_the_frontier():
+    points = [(1.0, 10.0), (2.0, 8.0), (2.5, 9.0), (3.0, 8.0), (4.0, 7.0), (1.0, 11.0)]
+    assert figures.frontier(points) == [(1.0, 10.0), (2.0, 8.0), (4.0, 7.0)]
+
+
+def test_variants_beside_overlaps_are_lines_of_their_own(tmp_path):
+    rows = [row("plain", 0, 100.0), row("plain", 50, 90.0), row("a", 0, 95.0, trained=0), row("b", 0, 91.0, trained=0)]
+    rows.append(row("b", 0, 101.0, trained=0, use_state=False))
+    lines = figures._lines(rows, by_label=True)
+    assert [(line.name, len(line.points), len(line.removed)) for line in lines] == [
+        ("plain", 2, 0), ("a", 1, 0), ("b", 1, 1)]  # fmt: skip
+    assert figures.write("variants", rows, tmp_path / "x") == [tmp_path / "x.png"]
+    assert figures.write("variants", [r for r in rows if r.overlap == 0], tmp_path / "y") == []
