@@ -59,7 +59,7 @@ class RecurrentSettings:
     pooling: str | None = _recurrence(None, "mean, max or attention (mean).")
     pooled_layers: str | None = _recurrence(None, "all, last, or below (all).")
     hidden_sizes: tuple[int, ...] | None = _recurrence(None, "Hidden layers of the module (200 200 200).")
-    residual: bool | None = _recurrence(None, "HookContext what was pooled, plus what the module adds to it.")
+    residual: bool | None = _recurrence(None, "Carry what was pooled, plus what the module adds to it.")
     init_std: float | None = _recurrence(None, "Spread of the module's last layer at the start (0.02).")
     state_per_layer: bool | None = _recurrence(None, "A state of its own for each of several layers.")
     bptt_windows: int | None = _recurrence(None, "Detach the state after every so many windows.")
