@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 import transformers
+from helpers import tiny
 
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
@@ -18,3 +19,10 @@ transformers.utils.logging.disable_progress_bar()
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a saved recurrent model."""
+    tiny.recurrent("gpt2").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"

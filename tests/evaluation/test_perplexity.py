@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 import pytest
-import test_reference
 import torch
-from helpers import prose, tiny
+from helpers import prose, reference, tiny
 
 import carryforward as cf
 from carryforward.data.documents import Documents, tokenise
@@ -74,12 +73,12 @@ def test_a_plain_model_is_scored_as_by_a_straightforward_loop(ids, name, overlap
 @pytest.mark.parametrize("overlap", [0, 3, 7])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_recurrent_model_is_scored_as_by_the_papers_equations(ids, name, overlap):
-    model = recurrent(name, window=test_reference.WINDOW, overlap=overlap)
+    model = recurrent(name, window=reference.WINDOW, overlap=overlap)
     document = ids if overlap < 7 else ids[:500]
     with torch.no_grad():
         tokens = torch.tensor([document])
-        nats, count = test_reference.run(
-            test_reference.REFERENCES[name], dict(model.named_parameters()) | tied(model), model.config.base_config,
+        nats, count = reference.run(
+            reference.REFERENCES[name], dict(model.named_parameters()) | tied(model), model.config.base_config,
             tokens, tokens, overlap,
         )  # fmt: skip
     score = perplexity(model, [document])

@@ -5,6 +5,7 @@ import torch
 import transformers as hf
 
 import carryforward as cf
+from carryforward.backbones.architectures import ARCHITECTURES
 
 VOCABULARY = 67
 WIDTH, LAYERS, HEADS = 16, 3, 2
@@ -60,6 +61,8 @@ CONFIGS = {
 }
 CAUSAL = ["gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi"]
 ENCODERS = [name for name in CONFIGS if name not in CAUSAL]
+LEARNED = [name for name in CONFIGS if not ARCHITECTURES[name].rotary]  # learned positions
+WIDE = {"sliding_window": 64}  # what is kept is seen by every query, also of a layer that looks less far back
 
 QUESTIONS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 FRAME = {"prefix": (2,), "separator": (3, 3), "suffix": (3,)}  # of a question and a document
@@ -100,6 +103,12 @@ def recurrent(name: str, head: str | None = None, seed: int = 0, settings: dict 
         for parameter in model.recurrence.parameters():
             parameter.normal_(std=0.6)
     return model
+
+
+def untrained(name: str, **fields):
+    """A tiny causal model that carries keys and values, as `add_recurrence` makes it."""
+    settings = WIDE if name in ("mistral", "gemma3_text") else {}
+    return cf.add_recurrence(base(name, **settings), window=8, slots=0, **fields)
 
 
 def answering(name: str, **fields):

@@ -56,19 +56,17 @@ def test_a_misspelt_field_is_refused_wherever_it_comes_from(tmp_path):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["roberta", "xlm-roberta", "camembert"])
-def test_positions_that_start_after_the_padding_id(name):
-    assert cf.add_recurrence(tiny.base(name), window=38, prefix=()).config.recurrence.window == 38
-    with pytest.raises(ValueError, match="larger than the 38 learned positions"):
-        cf.add_recurrence(tiny.base(name), window=39, prefix=())
+@pytest.mark.parametrize("keep", [-1, "all", 1.5, True])
+def test_a_wrong_number_is_refused(keep):
+    with pytest.raises(ValueError, match=r"keep_windows=.* must be a number from 0"):
+        cf.RecurrenceConfig(keep_windows=keep)
 
 
-def test_a_window_beyond_rotary_positions_is_only_warned_of(caplog):
-    with caplog.at_level(logging.WARNING):
-        model = cf.add_recurrence(tiny.base("llama"), window=50)
-    assert "larger than the 40 positions llama was trained on" in caplog.text
-    ids = tiny.documents(1, 120)
-    assert model(ids, labels=ids).loss.isfinite()
+def test_a_wrong_fast_path_is_refused():
+    model = tiny.recurrent("gpt2")
+    assert model.fast_path == "auto"
+    with pytest.raises(ValueError, match="must be one of 'auto', 'compiled', 'off'"):
+        model.fast_path = "quick"
 
 
 def test_other_models_and_heads_are_refused_by_name():
@@ -136,6 +134,11 @@ def test_an_overlap_is_a_number_of_tokens(overlap):
         tiny.recurrent("gpt2")(tiny.documents(1, 20), overlap=overlap)
 
 
+def test_columns_that_are_not_there():
+    with pytest.raises(ValueError, match="columns are -30 to 29, not"):
+        tiny.recurrent("gpt2")(tiny.documents(2, 30), logits_to_keep=torch.tensor([3, 100]))
+
+
 def test_special_tokens_must_exist():
     with pytest.raises(ValueError, match="hold 500, and token ids end at 66"):
         cf.add_recurrence(tiny.base("bert"), window=11, prefix=(500,))
@@ -195,98 +198,3 @@ def test_special_tokens_that_would_be_read_twice_are_warned_of(monkeypatch):
 def test_reentrant_checkpointing_is_refused():
     with pytest.raises(ValueError, match="use_reentrant=True loses the gradient"):
         tiny.recurrent("gpt2").gradient_checkpointing_enable({"use_reentrant": True})
-
-
-@pytest.fixture
-def saved(tmp_path):
-    tiny.recurrent("gpt2").save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_a_checkpoint_cut_short(saved):
-    weights = saved / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cut short or damaged"):
-        hf.AutoModelForCausalLM.from_pretrained(saved)
-
-
-def test_a_checkpoint_with_weights_missing(saved):
-    from safetensors.torch import load_file, save_file
-
-    weights = saved / "model.safetensors"
-    tensors = load_file(weights)
-    del tensors["recurrence.layer_logits"]
-    save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="missing: recurrence.layer_logits"):
-        hf.AutoModelForCausalLM.from_pretrained(saved)
-
-
-def test_a_checkpoint_that_does_not_fit_its_config(saved):
-    file = saved / "config.json"
-    config = json.loads(file.read_text())
-    config["recurrence"]["hidden_sizes"] = [12, 13]
-    file.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="do not fit"):
-        hf.AutoModelForCausalLM.from_pretrained(saved)
-
-
-def test_a_checkpoint_of_another_head(saved):
-    with pytest.raises(ValueError, match="RecurrentForCausalLM"):
-        hf.AutoModel.from_pretrained(saved)
-
-
-def test_a_failed_save_leaves_nothing_or_the_old(saved, monkeypatch):
-    model = tiny.recurrent("gpt2", seed=3)
-    before = {path.name: path.read_bytes() for path in saved.iterdir()}
-
-    def full_disk(self, directory, **kwargs):
-        (directory / "model.safetensors").write_bytes(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", full_disk)
-    for target in (saved, saved.parent / "new"):
-        with pytest.raises(OSError, match="No space"):
-            model.save_pretrained(target)
-    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
-    assert [path.name for path in saved.parent.iterdir()] == ["model"]
-
-
-def test_saving_over_an_older_model_replaces_it(saved):
-    (saved / "notes.txt").write_text("mine")
-    (saved / "model-00001-of-00002.safetensors").write_bytes(b"stale")
-    model = tiny.recurrent("gpt2", seed=3)
-    model.save_pretrained(saved)
-    assert (saved / "notes.txt").read_text() == "mine"
-    assert not (saved / "model-00001-of-00002.safetensors").exists()
-    assert hf.AutoModelForCausalLM.from_pretrained(saved)(IDS).logits.equal(model(IDS).logits)
-
-
-def test_saving_leaves_alone_what_is_not_its_own(saved, monkeypatch):
-    """Other ranks' calls, other variants and other people's files, by whatever path the folder is named."""
-    model = tiny.recurrent("gpt2")
-    model.save_pretrained(saved, is_main_process=False)
-    assert (saved / "model.safetensors").exists()
-    (saved / "model-ema.safetensors").write_bytes(b"mine")
-    model.save_pretrained(saved, variant="fp16")
-    (saved.parent / "link").symlink_to(saved)
-    model.save_pretrained(saved.parent / "link")
-    monkeypatch.chdir(saved)
-    model.save_pretrained(".", max_shard_size="20KB")
-    names = {path.name for path in saved.iterdir()}
-    assert {"model.fp16.safetensors", "model-ema.safetensors", "model.safetensors.index.json", "config.json"} <= names
-    assert "model.safetensors" not in names, "it was an earlier save in one piece"
-    assert not any(name.startswith(".") for name in names)
-    assert hf.AutoModelForCausalLM.from_pretrained(saved)(IDS).logits.equal(model(IDS).logits)
-    assert hf.AutoModelForCausalLM.from_pretrained(saved, variant="fp16")(IDS).logits.equal(model(IDS).logits)
-
-
-def test_a_checkpoint_with_a_piece_missing(saved):
-    tiny.recurrent("gpt2").save_pretrained(saved, max_shard_size="20KB")
-    next(saved.glob("model-00002-*")).unlink()
-    with pytest.raises(ValueError, match="model-00002"):
-        hf.AutoModelForCausalLM.from_pretrained(saved)
-
-
-def test_saving_to_a_file_is_refused(saved):
-    with pytest.raises(ValueError, match="is a file; give a folder"):
-        tiny.recurrent("gpt2").save_pretrained(saved / "config.json")

@@ -11,6 +11,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from helpers import tiny
 from torch.testing import assert_close
@@ -244,3 +245,15 @@ def test_copies_are_independent(name, make):
     assert before[0].equal(after[0])
     tiny.assert_same_gradients(before[1], after[1], tolerance=0)
     assert not before[0].equal(run(again, ids)[0])
+
+
+def test_a_classifier_of_documents_takes_the_maximum_over_windows():
+    """Section 5.4, with the state removed so that the base model can be run window by window."""
+    model = tiny.recurrent("bert", "sequence", overlap=0)
+    ids = tiny.documents(2, 37)
+    firsts = [
+        model.base.bert(F.pad(F.pad(ids[:, i : i + 8], (1, 0), value=2), (0, 2), value=3)).last_hidden_state[:, 0]
+        for i in range(0, 37, 8)
+    ]
+    pooled = model.base.bert.pooler(torch.stack(firsts).amax(dim=0)[:, None])
+    assert_close(model(ids, use_state=False).logits, model.base.classifier(pooled), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, called in the same process."""
+
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from carryforward.cli.main import app
+from carryforward.cli.options import spread
+
+
+def invoke(*arguments):
+    """The command line, in this process."""
+    return CliRunner().invoke(app, spread(list(map(str, arguments)), get_command(app)))
