@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of finding an answer, and of a training step, against the length of the document.
+"""Time and memory of answering a question, and of a training step, against the length of the document.
 
-A recurrent encoder that reads windows of 512 tokens, question first, against Longformer's question-answering head from
-transformers at the same widths: local attention over 512 tokens, global attention from the question, and as many
-positions as the document needs. Weights are random and no dropout is drawn: neither changes the cost. One document at a
-time; a word is 1.3 tokens; tokenising is left out on both sides, the search for the best stretch is not.
+A recurrent encoder with windows of 512 tokens is compared with Longformer's question-answering head from transformers
+at the same widths: local attention over 512 tokens, global attention from the question, and as many positions as the
+document needs. Weights are random and there is no dropout; neither changes the cost. One document at a time, 1.3 tokens
+per word. Tokenisation is not measured, the search for the best span is.
 
-The peak is what was in use at most above weights (and, in training, gradients), as in `memory.py`: a GPU's allocator
-counts it, with what the fast path's recordings hold, and on a CPU every case has a process of its own, whose resident
-set it is. What makes that figure sharp makes programs slow, so time is taken in another.
+The peak is the memory in use above weights (and, in training, gradients), as in `memory.py`. On a GPU the allocator
+counts it, including the captured graphs of the fast path. On a CPU it is the resident set of a process of its own. The
+malloc settings that make that number precise slow programs down, so time is measured in another process.
 
-    python benchmarks/answering.py --device cuda         # RoBERTa-base's shape, bfloat16: two minutes on one H200
-    python benchmarks/answering.py --device cpu          # MiniLM's widths
+    python benchmarks/answering.py --device cuda         # shape of RoBERTa-base, bfloat16: two minutes on one H200
+    python benchmarks/answering.py --device cpu          # widths of MiniLM
     python benchmarks/speed_report.py                    # SPEED.md and the figures, from the JSON files
 """
 
@@ -19,19 +19,16 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import record
-from memory import MALLOC, QUIET, readable, watch
+from measurements import RESULTS, collect_cases, run_case
+from memory import MALLOC, QUIET, readable, watch_peak
 
-HERE = Path(__file__).parent
 RECURRENT, LONGFORMER = MODELS = "recurrent", "Longformer"
 ANSWERING, TRAINING = "answering", "training step"
 WORDS = (500, 1_500, 5_000, 15_000, 50_000)
@@ -44,14 +41,14 @@ SHAPES: dict[str, dict[str, int]] = {
             "intermediate_size": 1536},
 }  # fmt: skip
 LONGEST = {"cuda": {ANSWERING: 50_000, TRAINING: 50_000}, "cpu": {ANSWERING: 50_000, TRAINING: 1_500}}
-# Rounds that are not timed, over the longest document and then over each: the fast path records what it will replay,
-# and after a thousand windows compiles it. A document's last window is of a length of its own, and runs without.
-WARM = {"cuda": (12, 2), "cpu": (0, 0)}
-LIMIT_GB = 6.0  # of a CPU's memory, which others use too; a GPU says itself when it is full
-FRAME = {"prefix": (0,), "separator": (2, 2), "suffix": (2,)}  # as RoBERTa's and Longformer's tokenizers put them
+# Warm-up rounds, over the longest document and then over each: the fast path captures graphs, and compiles after a
+# thousand windows. A document's last window has a length of its own and runs without a graph.
+WARM_UP = {"cuda": (12, 2), "cpu": (0, 0)}
+LIMIT_GB = 6.0  # of the CPU's memory, which is shared; a GPU reports when it is full
+FRAME = {"prefix": (0,), "separator": (2, 2), "suffix": (2,)}  # as in RoBERTa's and Longformer's tokenizers
 
 
-# --- the two sides -----------------------------------------------------------------------------------------------
+# --- the two models -----------------------------------------------------------------------------------------------
 
 
 def build(name: str, device: str, words: int) -> Any:
@@ -68,7 +65,7 @@ def build(name: str, device: str, words: int) -> Any:
             LongformerConfig(**common, max_position_embeddings=positions, attention_window=WINDOW, sep_token_id=2)
         ).to(device)
     encoder = RobertaModel(RobertaConfig(**common, max_position_embeddings=WINDOW + 2), add_pooling_layer=False)
-    model = add_recurrence(encoder, head="question-answering", window=WINDOW, keep_windows=0, **FRAME)
+    model = add_recurrence(encoder, preset="paper", head="question-answering", window=WINDOW, keep_windows=0, **FRAME)
     return model.to(device)
 
 
@@ -76,19 +73,20 @@ def length(words: int) -> int:
     return int(words * TOKENS_A_WORD)
 
 
-def job(name: str, what: str, model: Any, device: str, words: int) -> Callable[[], object]:
-    """What is measured, on one document."""
+def make_job(name: str, what: str, model: Any, device: str, words: int) -> Callable[[], object]:
+    """The function that is timed: answer a question about one document, or a training step on it."""
     import numpy as np
     import torch
 
     from carryforward.qa.dataset import Question
-    from carryforward.qa.predict import Asked, answer_all, best
+    from carryforward.qa.predict import TokenisedQuestion, answer_all, best_answers
 
     count = length(words)
     draw = torch.Generator().manual_seed(words)
     own, ids = (torch.randint(5, SHAPES[device]["vocab_size"], (n,), generator=draw) for n in (QUESTION, count))
     offsets = np.stack([np.arange(count) * 2, np.arange(count) * 2 + 1], axis=1)
-    asked = Asked(Question("1", "?", "a " * count, (), "span", "squad"), own.numpy(), ids.numpy(), offsets)
+    question = Question("1", "?", "a " * count, (), "span", "squad")
+    asked = TokenisedQuestion(question, own.numpy(), ids.numpy(), offsets)
     front = torch.cat([torch.tensor([0]), own, torch.tensor([2, 2])])
     whole = torch.cat([front, ids, torch.tensor([2])])[None].to(device)
     answer = torch.tensor([count // 2], device=device)
@@ -105,7 +103,7 @@ def job(name: str, what: str, model: Any, device: str, words: int) -> Callable[[
                 out = model.eval()(whole)
         inside = slice(len(front), len(front) + count)
         starts, ends = (scores[0, inside].float().cpu() for scores in (out.start_logits, out.end_logits))
-        best((starts, ends, torch.zeros(4)), asked.question.document, offsets)
+        best_answers((starts, ends, torch.zeros(4)), asked.question.document, offsets)
 
     def train() -> None:
         model.train()
@@ -130,12 +128,12 @@ def measure(name: str, what: str, words: int, device: str, model: Any = None) ->
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     taken: list[float] = []
     try:
-        job(name, what, model, device, WORDS[0])()  # the gradients, and what libraries allocate on first use
-        run = job(name, what, model, device, words)
+        make_job(name, what, model, device, WORDS[0])()  # allocates gradients and what libraries need on first use
+        run = make_job(name, what, model, device, words)
         gc.collect()
-        peak_above = watch(device)
-        earlier = 0 if device == "cpu" else torch.cuda.memory_allocated() - held(model)  # by recordings, which stay
-        for _ in range(WARM[device][1]):
+        peak_above = watch_peak(device)
+        graphs = 0 if device == "cpu" else torch.cuda.memory_allocated() - weight_bytes(model)  # captured before
+        for _ in range(WARM_UP[device][1]):
             run()
         while len(taken) < 3 and sum(taken) < 5:
             synchronize()
@@ -143,14 +141,14 @@ def measure(name: str, what: str, words: int, device: str, model: Any = None) ->
             run()
             synchronize()
             taken.append(time.perf_counter() - begin)
-        figures = {"seconds": statistics.median(taken), "fastest": min(taken), "slowest": max(taken)}
-        return case | figures | {"rounds": len(taken), "peak_bytes": peak_above() + earlier}
+        seconds = {"seconds": statistics.median(taken), "fastest": min(taken), "slowest": max(taken)}
+        return case | seconds | {"rounds": len(taken), "peak_bytes": peak_above() + graphs}
     except torch.OutOfMemoryError:
         return case | {"skipped": "out of memory"}
 
 
-def held(model: Any) -> int:
-    """Bytes of weights and gradients."""
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights, buffers and gradients."""
     tensors = [*model.parameters(), *model.buffers(), *(weight.grad for weight in model.parameters())]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -159,33 +157,31 @@ def held(model: Any) -> int:
 
 
 def cases(device: str) -> Iterator[dict[str, Any]]:
-    """On a GPU in this process, which takes long enough to start; elsewhere in one for each case."""
+    """Run all cases: on a GPU in this process, which is slow to start; on a CPU each in its own."""
     for what, longest in LONGEST[device].items():
         for name in MODELS:
             model = build(name, device, longest) if device == "cuda" else None
-            if name == RECURRENT and WARM[device][0]:
-                warm = job(name, what, model, device, longest)
-                for _ in range(WARM[device][0]):
+            if name == RECURRENT and WARM_UP[device][0]:
+                warm = make_job(name, what, model, device, longest)
+                for _ in range(WARM_UP[device][0]):
                     warm()
-            expected = 0.0  # bytes a word, by the case before, where memory grows with them
-            for words in (some for some in WORDS if some <= longest):
+            expected = 0.0  # bytes per word in the previous case, if memory grows with them
+            for words in (count for count in WORDS if count <= longest):
                 if device == "cpu" and expected * words > LIMIT_GB * 1e9:
-                    told = f"about {expected * words / 1e9:.2g} GB expected, the limit is {LIMIT_GB:g} GB"
-                    yield {"what": what, "model": name, "words": words, "tokens": length(words), "skipped": told}
+                    reason = f"about {expected * words / 1e9:.2g} GB expected, the limit is {LIMIT_GB:g} GB"
+                    yield {"what": what, "model": name, "words": words, "tokens": length(words), "skipped": reason}
                     continue
-                case = in_a_process(name, what, words) if model is None else measure(name, what, words, device, model)
+                case = time_and_watch(name, what, words) if model is None else measure(name, what, words, device, model)
                 expected = 0.0 if name == RECURRENT else case.get("peak_bytes", 0) / words
                 yield case
             del model
             gc.collect()
 
 
-def in_a_process(name: str, what: str, words: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--device", "cpu", "--case", name, what, str(words)]
-    timed, watched = (
-        json.loads(subprocess.run(command, env=os.environ | QUIET | more, stdout=subprocess.PIPE, check=True).stdout)
-        for more in ({}, MALLOC)
-    )
+def time_and_watch(name: str, what: str, words: int) -> dict[str, Any]:
+    """Run one case on a CPU twice: for its time, and for its peak memory with the slower malloc settings."""
+    arguments = ("--device", "cpu", "--case", name, what, str(words))
+    timed, watched = (run_case(__file__, *arguments, env=QUIET | malloc) for malloc in ({}, MALLOC))
     return timed | {"peak_bytes": watched["peak_bytes"]}
 
 
@@ -198,7 +194,7 @@ def run(device: str, out: Path) -> None:
     config = SHAPES[device] | {"window": WINDOW, "question": QUESTION, "batch": 1, "tokens_a_word": TOKENS_A_WORD}
     config["threads"] = torch.get_num_threads()
     report = {**provenance(device), "seed": 0, "precision": precision, "config": config}
-    with record.cases(out, report) as add:
+    with collect_cases(out, report) as add:
         for case in cases(device):
             outcome = case.get("skipped") or f"{case['seconds']:.2f} s, {readable(case['peak_bytes'])}"
             print(f"{case['what']}, {case['model']}, {case['words']:,} words: {outcome}", file=sys.stderr, flush=True)
@@ -218,9 +214,9 @@ def section(report: dict[str, Any]) -> str:
     lines = [f"## Answers from long documents, on {where}", "", f"{shape}. Commit {report['commit'][:12]}.", ""]
     lines += ["| | words | " + " | ".join(f"{name}: seconds | peak" for name in MODELS) + " |"]
     lines += ["| --- " + "| ---: " * 5 + "|"]
-    found = {(case["what"], case["model"], case["words"]): case for case in report["cases"]}
-    for what, words in dict.fromkeys((what, words) for what, _, words in found):
-        cells = [_cells(found.get((what, name, words), {"skipped": "not run"})) for name in MODELS]
+    measured = {(case["what"], case["model"], case["words"]): case for case in report["cases"]}
+    for what, words in dict.fromkeys((what, words) for what, _, words in measured):
+        cells = [_cells(measured.get((what, name, words), {"skipped": "not run"})) for name in MODELS]
         lines.append(f"| {what} | {words:,} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -249,8 +245,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     ):  # fmt: skip
         for name, colour in zip(MODELS, ("#0b6e4f", "#c8553d"), strict=True):
             for what, style in ((ANSWERING, "o-"), (TRAINING, "s--")):
-                some = [case for case in report["cases"] if (case["what"], case["model"]) == (what, name)]
-                points = [(case["words"], case[field] / unit) for case in some if field in case]
+                cases = [case for case in report["cases"] if (case["what"], case["model"]) == (what, name)]
+                points = [(case["words"], case[field] / unit) for case in cases if field in case]
                 if points:
                     axis.loglog(*zip(*points, strict=True), style, color=colour, linewidth=2, label=f"{name}, {what}")
         axis.set_title(title, loc="left", fontsize=10)
@@ -265,13 +261,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/answering-DEVICE.json)")
-    parser.add_argument("--case", nargs=3, metavar=("MODEL", "WHAT", "WORDS"), help="one case, printed as a JSON line")
+    parser.add_argument(
+        "--case", nargs=3, metavar=("MODEL", "WHAT", "WORDS"), help="run one case and print it as a line of JSON"
+    )
     arguments = parser.parse_args()
     if arguments.case:
         name, what, words = arguments.case
         print(json.dumps(measure(name, what, int(words), arguments.device)))
     else:
-        run(arguments.device, arguments.out or HERE / f"results/answering-{arguments.device}.json")
+        run(arguments.device, arguments.out or RESULTS / f"answering-{arguments.device}.json")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory of one training step against the length of the document.
 
-A step is a forward call with labels and its backward pass, on one document, with the gradients of an earlier step
-already there and no optimizer. Three ways of training on the same number of tokens are compared: a recurrent model
-that recomputes its windows (the default), one that keeps their graph, and the plain Hugging Face model on the whole
-document at once. Attention dropout is off, so that the plain model gets the attention kernels whose memory is linear
-in the length: the harder comparison.
+A step is a forward call with labels and its backward pass, on one document, without an optimizer; the gradients are
+already allocated. Three ways of training on the same number of tokens are compared: a recurrent model that recomputes
+its windows (the default), one that keeps the graph of all windows, and the plain Hugging Face model on the whole
+document at once. Attention dropout is off, so the plain model can use attention kernels whose memory is linear in the
+length, which makes it harder to beat.
 
-What is measured is the peak during the step above what was in use before it: weights, gradients and the document are
-there already. On a GPU the allocator counts exactly. On a CPU it is the resident set of the process, made sharp by
-having malloc give freed blocks straight back to the system. Every case has a process of its own.
+The peak is measured above the memory in use before the step: weights, gradients and the document. On a GPU the
+allocator counts it exactly. On a CPU it is the resident set of the process; malloc is told to return freed blocks to
+the system at once, which makes the number precise. Every case runs in its own process.
 
     python benchmarks/memory.py --device cpu
     python benchmarks/memory.py --figure benchmarks/results/memory-cpu.json
@@ -20,20 +20,17 @@ import contextlib
 import gc
 import json
 import math
-import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import record
+from measurements import RESULTS, collect_cases, run_case
 
 from carryforward.utils.provenance import provenance
 
-HERE = Path(__file__).parent
 SEED = 0
 RECOMPUTED, KEPT, PLAIN = MODES = "recomputed", "kept graph", "plain, full length"
 WINDOWS = [4, 16, 64, 256]
@@ -41,9 +38,9 @@ SHAPES = {
     "cpu": {"window": 128, "vocab_size": 8192, "n_embd": 256, "n_layer": 6, "n_head": 4},  # 7 M parameters
     "cuda": {"window": 300, "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},  # GPT-2 small
 }
-LIMIT_GB = {"cpu": 10.0, "cuda": math.inf}  # a GPU says itself when it is full; a CPU would take the machine down
-# Blocks of a page or more are mapped one by one and leave the resident set when they are freed; the rest is one heap
-# that shrinks as soon as it can. This brings repeated figures from 1 % apart to 0.3 %.
+LIMIT_GB = {"cpu": 10.0, "cuda": math.inf}  # a GPU reports when it is full; a CPU case could exhaust the machine
+# Blocks of a page or more are mapped separately and leave the resident set when freed; the rest is one heap that is
+# trimmed at once. Repeated measurements then differ by 0.3 % instead of 1 %.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4096",
     "MALLOC_TRIM_THRESHOLD_": "0",
@@ -53,11 +50,11 @@ MALLOC = {
 QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
 
 
-# --- one case, in a process of its own ---------------------------------------------------------------------------
+# --- one case, in its own process ---------------------------------------------------------------------------
 
 
 def measure(device: str, bf16: bool, mode: str, windows: int) -> dict[str, Any]:
-    """Run one step and say what it took."""
+    """Run one step and measure it."""
     import torch
 
     torch.manual_seed(SEED)
@@ -73,23 +70,23 @@ def measure(device: str, bf16: bool, mode: str, windows: int) -> dict[str, Any]:
 
     case = {"mode": mode, "windows": windows, "tokens": ids.shape[1]}
     try:
-        step(2 * window)  # the gradients, and what libraries allocate on first use
+        step(2 * window)  # allocates the gradients and what libraries allocate on first use
         gc.collect()
         torch.manual_seed(SEED)
-        peak_above = watch(device)
+        peak_above = watch_peak(device)
         begin = time.perf_counter()
         loss = step(ids.shape[1])
         seconds = time.perf_counter() - begin
         peak = peak_above()
     except torch.OutOfMemoryError:
         return case | {"skipped": "out of memory"}
-    states = 0 if mode == PLAIN else windows * math.prod(model.config.state_shape) * model.recurrence.weight.itemsize
-    figures = {"peak_bytes": peak, "states_bytes": states, "beyond_states_bytes": peak - states}
-    return case | figures | {"seconds": round(seconds, 2), "loss": loss}
+    states = 0 if mode == PLAIN else windows * model.memory.state_bytes
+    sizes = {"peak_bytes": peak, "states_bytes": states, "beyond_states_bytes": peak - states}
+    return case | sizes | {"seconds": round(seconds, 2), "loss": loss}
 
 
 def build(device: str, mode: str, length: int) -> Any:
-    """The same base model for all; only the plain one needs a position for every token."""
+    """The same base model for all modes; only the plain one needs a position for every token."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from carryforward import add_recurrence
@@ -101,26 +98,26 @@ def build(device: str, mode: str, length: int) -> Any:
     base = GPT2LMHeadModel(config).to(device).train()
     if mode == PLAIN:
         return base
-    model = add_recurrence(base, window=window, keep_windows=0, keep_graph=mode == KEPT)
-    model.fast_path = "off"  # its recordings hold memory of their own, whatever the length: `speed.py` counts it
+    model = add_recurrence(base, preset="paper", window=window, keep_windows=0, keep_graph=mode == KEPT)
+    model.fast_path = "off"  # captured graphs hold memory that does not depend on the length; `speed.py` counts it
     return model
 
 
-def watch(device: str) -> Callable[[], int]:
-    """Start watching; the function given back says the peak since, in bytes above what is in use now."""
+def watch_peak(device: str) -> Callable[[], int]:
+    """Start measuring. Returns a function that gives the peak since then, in bytes above what is in use now."""
     if device == "cuda":
         import torch
 
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         return lambda: torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks, or building the model might hide the step's
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak: that of building the model may be higher
     before = resident()
     return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now."""
+    """The resident set of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -128,34 +125,31 @@ def resident() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run every case that fits."""
+    """Run every case that fits, and write the results."""
     import torch
 
-    out = args.out or HERE / "results" / f"memory-{args.device}{'-bf16' if args.bf16 else ''}.json"
+    out = args.out or RESULTS / f"memory-{args.device}{'-bf16' if args.bf16 else ''}.json"
     limit = LIMIT_GB[args.device] if args.limit_gb is None else args.limit_gb
     precision = "bfloat16 autocast" if args.bf16 else "float32"
     config = SHAPES[args.device] | {"batch": 1, "attn_pdrop": 0.0, "threads": torch.get_num_threads()}
     report = {**provenance(args.device), "seed": SEED, "precision": precision, "config": config}
-    with record.cases(out, report) as add:
+    with collect_cases(out, report) as add:
         for mode in MODES:
-            expected = 0.0  # bytes per window, by the case before, where memory grows with their number
+            expected = 0.0  # bytes per window in the previous case, if memory grows with their number
             for windows in sorted(args.windows):
                 if expected * windows > limit * 1e9:
                     case = {"mode": mode, "windows": windows, "tokens": windows * SHAPES[args.device]["window"]}
                     case["skipped"] = f"about {expected * windows / 1e9:.2g} GB expected, the limit is {limit:g} GB"
                 else:
-                    case = in_a_process(args, mode, windows)
+                    case = run_case(__file__, *case_arguments(args, mode, windows), env=MALLOC | QUIET)
                     expected = 0.0 if mode == RECOMPUTED else case.get("peak_bytes", 0) / windows
                 outcome = case.get("skipped") or f"{readable(case['peak_bytes'])} in {case['seconds']:.1f} s"
                 print(f"{mode}, {windows} windows, {case['tokens']} tokens: {outcome}", file=sys.stderr, flush=True)
                 add(case)
 
 
-def in_a_process(args: argparse.Namespace, mode: str, windows: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--device", args.device, "--case", mode, str(windows)]
-    command += ["--bf16"] if args.bf16 else []
-    done = subprocess.run(command, env=os.environ | MALLOC | QUIET, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def case_arguments(args: argparse.Namespace, mode: str, windows: int) -> list[str]:
+    return ["--device", args.device, *["--bf16"] * args.bf16, "--case", mode, str(windows)]
 
 
 # --- table and figure --------------------------------------------------------------------------------------------
@@ -168,7 +162,7 @@ def readable(count: float) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: peaks, and how far the recomputed one, less the states, is from that of the shortest document."""
+    """Markdown: peaks, and the recomputed peak without the states relative to that of the shortest document."""
     cases = {(case["mode"], case["windows"]): case for case in report["cases"]}
     rows = [["windows", "tokens", *MODES, "states", "recomputed beyond states, relative"]]
     rows.append(["---:"] * len(rows[0]))
@@ -213,11 +207,15 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Peak memory of one training step.")
     parser.add_argument("--device", choices=SHAPES, default="cpu")
-    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, help="others need --out")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=WINDOWS, help="numbers of windows; other than the default need --out"
+    )
     parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
-    parser.add_argument("--limit-gb", type=float, help="skip what needs more (CPU: 10, GPU: no limit); needs --out")
+    parser.add_argument(
+        "--limit-gb", type=float, help="skip cases that need more (CPU: 10, GPU: no limit); needs --out"
+    )
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/memory-DEVICE.json)")
-    parser.add_argument("--figure", type=Path, metavar="JSON", help="draw a PNG beside it and print a table")
+    parser.add_argument("--figure", type=Path, metavar="JSON", help="draw a PNG next to the JSON and print a table")
     parser.add_argument("--case", nargs=2, metavar=("MODE", "WINDOWS"), help="one case only, printed as a JSON line")
     args = parser.parse_args()
     if args.figure:
@@ -229,7 +227,7 @@ def main() -> None:
     else:
         for flag, part in (("--windows", args.windows != WINDOWS), ("--limit-gb", args.limit_gb is not None)):
             if part and not args.out:
-                parser.error(f"{flag} needs --out, or a run of some would replace the results of all")
+                parser.error(f"{flag} needs --out, or a partial run would replace the complete results")
         run(args)
 
 

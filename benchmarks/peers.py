@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Others with the same shapes, side by side with ours; what is not installed is left out, and said.
+"""Speed of other packages with models of the same shape. Packages that are not installed are skipped with a message.
 
-pip install recurrent-memory-transformer-pytorch lm-eval      # peers: never needed by carryforward itself
+pip install recurrent-memory-transformer-pytorch lm-eval      # carryforward itself does not need them
 python benchmarks/peers.py                                    # writes results/peers-cpu.json
-python benchmarks/peers.py --device cuda                      # Longformer only; GPT-2 small's widths
+python benchmarks/peers.py --device cuda                      # Longformer only, with the widths of GPT-2 small
 """
 
 import argparse
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import Report
-from speed import SHAPES, autocast, interleaved, recurrent, recurrent_step
+from measurements import RESULTS, Report
+from steps import SHAPES, autocast, recurrent, recurrent_step, time_interleaved
 
-HERE = Path(__file__).parent
 SHAPE = SHAPES["bundled"]
 BATCH, WINDOWS = 4, 8
 
 
 def recurrent_memory_transformer(report: Report) -> None:
-    """A training step over as many windows, one memory token, both ways of going back: recomputing, and keeping."""
+    """A training step over the same number of windows, one memory token; activations recomputed, and kept."""
     from recurrent_memory_transformer_pytorch import RecurrentMemoryTransformer, RecurrentMemoryTransformerWrapper
 
     torch.manual_seed(0)
@@ -52,23 +51,23 @@ def recurrent_memory_transformer(report: Report) -> None:
         "ours, kept": recurrent_step("bundled", "cpu", BATCH, WINDOWS, "off", WINDOWS),
     }
     recomputed(), kept()
-    found = interleaved(sides, 5, BATCH * WINDOWS * window, "cpu")
-    report.add({"row": "peer: training step", "shape": "bundled", "batch": BATCH, "windows": WINDOWS, "sides": found})
+    times = time_interleaved(sides, 5, BATCH * WINDOWS * window, "cpu")
+    report.add({"row": "peer: training step", "shape": "bundled", "batch": BATCH, "windows": WINDOWS, "sides": times})
 
 
 def rolling_likelihood(report: Report) -> None:
-    """lm-eval's rolling log-likelihood of documents with a plain model, and ours of the same windows."""
+    """lm-eval's rolling log-likelihood of documents with a plain model, and ours with the same windows."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     import carryforward as cf
     from carryforward.data.corpora import open_corpus
-    from carryforward.data.documents import tokenise
+    from carryforward.data.documents import load_documents
 
     model, tokenizer = cf.load_bundled()
     window = SHAPE["window"]
     texts = [text.text for text in open_corpus("python-docs", "validation")][:8]
-    documents = tokenise(open_corpus("python-docs", "validation"), tokenizer)[:8]
+    documents = load_documents("python-docs", "validation", tokenizer)[:8]
     tokens = int(documents.lengths.sum())
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, max_length=window, batch_size=BATCH, device="cpu")
     requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
@@ -77,12 +76,12 @@ def rolling_likelihood(report: Report) -> None:
         "ours, plain model": partial(cf.perplexity, model, documents, window=window, batch_size=BATCH),
         "ours, recurrent": partial(cf.perplexity, recurrent("bundled", "cpu").eval(), documents, batch_size=BATCH),
     }
-    found = interleaved(sides, 3, tokens, "cpu")
-    report.add({"row": "peer: scoring documents", "shape": "bundled", "batch": BATCH, "windows": None, "sides": found})
+    times = time_interleaved(sides, 3, tokens, "cpu")
+    report.add({"row": "peer: scoring documents", "shape": "bundled", "batch": BATCH, "windows": None, "sides": times})
 
 
 def longformer(report: Report, device: str = "cpu") -> None:
-    """Hidden states of documents of 4,096 tokens: windows with a state, and attention of the same reach."""
+    """Hidden states of documents of 4,096 tokens: windows with a state, and local attention of the same width."""
     from transformers import BertConfig, BertModel, LongformerConfig, LongformerModel
 
     from carryforward import add_recurrence
@@ -96,14 +95,14 @@ def longformer(report: Report, device: str = "cpu") -> None:
     }  # fmt: skip
     theirs = LongformerModel(LongformerConfig(**common, max_position_embeddings=4098, attention_window=256)).eval()
     bert = BertModel(BertConfig(**common), add_pooling_layer=False)
-    ours = add_recurrence(bert, window=256, prefix=(), suffix=()).eval()
+    ours = add_recurrence(bert, preset="paper", window=256, prefix=(), suffix=()).eval()
     ids = torch.randint(5, shape["vocab_size"], (batch, 4096), device=device)
     sides = {"Longformer": partial(theirs.to(device), ids), "ours": partial(ours.to(device), ids)}
     with torch.inference_mode(), autocast(device):
         for side in sides.values():
             side()
-        found = interleaved(sides, 5, ids.numel(), device)
-    report.add({"row": "peer: encoding 4,096 tokens", "shape": name, "batch": batch, "windows": None, "sides": found})
+        times = time_interleaved(sides, 5, ids.numel(), device)
+    report.add({"row": "peer: encoding 4,096 tokens", "shape": name, "batch": batch, "windows": None, "sides": times})
 
 
 def main() -> None:
@@ -119,11 +118,11 @@ def main() -> None:
     if arguments.device == "cuda":
         peers = {"transformers": partial(longformer, device="cuda")}
     missing = [package for package in peers if find_spec(package) is None]
-    out = arguments.out or HERE / f"results/peers-{arguments.device}.json"
+    out = arguments.out or RESULTS / f"peers-{arguments.device}.json"
     with Report(out, arguments.device, SHAPES, whole=not missing) as report:
         for package, peer in peers.items():
             if package in missing:
-                print(f"{package} is not installed: left out", file=sys.stderr)
+                print(f"{package} is not installed: skipped", file=sys.stderr)
             else:
                 peer(report)
 

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast windows are read, against the plain model in the same run: training, evaluation, generation.
+"""Speed of recurrent models against the plain model in the same run: training, evaluation, generation.
 
-Every comparison interleaves its sides, takes the median of several rounds and reports how far they were apart. The
-plain model's sides are the strongest there are: compiled as a whole, captured as CUDA graphs, without attention masks.
+Every comparison times its sides in turns and reports the median, the slowest and the fastest of several rounds. The
+plain model is as fast as possible: compiled as a whole, captured as CUDA graphs, without attention masks.
 
-    python benchmarks/speed.py --device cuda            # everything; about ten minutes on one H200
+    python benchmarks/speed.py --device cuda            # everything, about ten minutes on one H200
     python benchmarks/speed.py --device cpu
     python benchmarks/speed.py --only training --device cuda
     python benchmarks/speed_report.py                   # SPEED.md and the figures, from the JSON files
 """
 
 import argparse
-import contextlib
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -22,163 +20,31 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from record import Report
+from measurements import RESULTS, Report
+from steps import (
+    SHAPES,
+    autocast,
+    base,
+    captured,
+    free,
+    plain_step,
+    recurrent,
+    recurrent_step,
+    synchronize,
+    time_interleaved,
+)
 from torch import Tensor
-
-HERE = Path(__file__).parent
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2-small": {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "window": 300},
-    "smollm2-135m": {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-                     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "window": 300},
-    "bundled": {"vocab_size": 4096, "n_embd": 256, "n_layer": 7, "n_head": 8, "window": 300},
-    "tiny": {"vocab_size": 1000, "n_embd": 64, "n_layer": 4, "n_head": 4, "window": 64},
-}  # fmt: skip
-
-
-MANY: dict[str, Any] = {"slots": 48, "insert_at": "all"}  # a large state
-
-
-def base(shape: str, device: str, **more: Any) -> Any:
-    """A model of some shape, without dropout and with random weights: speed does not depend on them."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    fields = {name: value for name, value in SHAPES[shape].items() if name != "window"}
-    if "hidden_size" in fields:
-        return LlamaForCausalLM(LlamaConfig(**fields, **more)).to(device)
-    config = GPT2Config(**fields, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0, **more)
-    return GPT2LMHeadModel(config).to(device)
-
-
-def recurrent(shape: str, device: str, **fields: Any) -> Any:
-    from carryforward import add_recurrence
-
-    return add_recurrence(base(shape, device), window=SHAPES[shape]["window"], **fields)
-
-
-def autocast(device: str) -> Any:
-    return torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
-
-
-# --- timing --------------------------------------------------------------------------------------------------------
-
-
-def interleaved(sides: dict[str, Callable[[], object]], rounds: int, tokens: int, device: str) -> dict[str, Any]:
-    """Tokens per second of each side: the median of the rounds, and the slowest and fastest."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            synchronize(device)
-            begin = time.perf_counter()
-            side()
-            synchronize(device)
-            times[name].append(time.perf_counter() - begin)
-    return {
-        name: {
-            "tokens_per_second": tokens / statistics.median(taken),
-            "slowest": tokens / max(taken), "fastest": tokens / min(taken), "rounds": rounds,
-        }
-        for name, taken in times.items()
-    }  # fmt: skip
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-# --- the plain model ---------------------------------------------------------------------------------------------
-
-
-def plain_step(shape: str, device: str, batch: int, windows: int, graphed: bool) -> Callable[[], object]:
-    """Forward and backward over separate windows; gradients add up."""
-    model = base(shape, device)
-    window = SHAPES[shape]["window"]
-    ids = torch.randint(SHAPES[shape]["vocab_size"], (windows, batch, window + 1), device=device)
-
-    def loss(x: Tensor) -> Tensor:
-        logits = model(input_ids=x[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
-
-    if not graphed:
-
-        def eager() -> None:
-            model.zero_grad()
-            for x in ids:
-                with autocast(device):
-                    value = loss(x)
-                value.backward()
-
-        return eager
-
-    compiled = torch.compile(loss, dynamic=False)
-    here = ids[0].clone()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-    def one() -> None:
-        with torch.autocast(device, torch.bfloat16, cache_enabled=False):
-            value = compiled(here)
-        value.backward()
-
-    replay = captured(one)
-    gradients = [parameter.grad for parameter in model.parameters()]
-
-    def replayed() -> None:
-        torch._foreach_zero_(gradients)
-        for x in ids:
-            here.copy_(x)
-            replay()
-
-    return replayed
-
-
-def captured(function: Callable[[], object]) -> Callable[[], object]:
-    """A function as a CUDA graph, with nothing that transformers adds while a stream is captured."""
-    from carryforward.backbones.hooks import plain_masks
-
-    with plain_masks():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                function()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-    return graph.replay
-
 
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def recurrent_step(
-    shape: str, device: str, batch: int, windows: int, path: str, keep: int, use_state: bool = True, **fields: Any
-) -> Callable[[], object]:
-    model = recurrent(shape, device, keep_windows=keep, **fields).train()
-    model.fast_path = path
-    ids = torch.randint(SHAPES[shape]["vocab_size"], (batch, windows * SHAPES[shape]["window"] + 1), device=device)
-
-    def step() -> None:
-        model.zero_grad()
-        with autocast(device):
-            loss = model(ids, labels=ids, use_state=use_state).loss
-        loss.backward()
-
-    for _ in range(3):
-        step()
-    return step
-
-
 def training(device: str, report: Report) -> None:
-    """A step's forward and backward pass; no optimizer."""
+    """Forward and backward pass of a training step, without an optimizer."""
     on_gpu, on_cpu = [("gpt2-small", 8, 32), ("gpt2-small", 32, 32)], [("tiny", 8, 16), ("bundled", 4, 8)]
     rounds = 4 if device == "cuda" else 9
     for shape, batch, windows in on_gpu if device == "cuda" else on_cpu:
         tokens = batch * windows * SHAPES[shape]["window"]
-        about = {"row": "training", "shape": shape, "batch": batch, "windows": windows}
+        row = {"row": "training", "shape": shape, "batch": batch, "windows": windows}
         fast = "compiled" if device == "cuda" else "off"
         sides = {"plain": plain_step(shape, device, batch, windows, graphed=device == "cuda")}
         sides["recurrent, recomputed"] = recurrent_step(shape, device, batch, windows, fast, 0)
@@ -190,23 +56,26 @@ def training(device: str, report: Report) -> None:
         if device == "cuda" and batch == 8:
             sides["plain, eager"] = plain_step(shape, device, batch, windows, graphed=False)
             sides["recurrent, recomputed, eager"] = recurrent_step(shape, device, batch, windows, "off", 0)
-        report.add({**about, "sides": interleaved(sides, rounds, tokens, device)})
+        report.add({**row, "sides": time_interleaved(sides, rounds, tokens, device)})
         sides.clear()
         free(device)
 
 
 def cost(device: str, report: Report) -> None:
-    """What the state costs a step whose graph is kept: one slot, many at every layer, keys and values that are kept."""
+    """Cost of the state in a step that keeps all activations: one slot, many at every layer, keys and values."""
+    from carryforward import KVMemoryConfig, VectorMemoryConfig
+
     on_gpu, on_cpu = [("gpt2-small", 8, 32), ("smollm2-135m", 8, 20)], [("tiny", 8, 16), ("bundled", 4, 8)]
     for shape, batch, windows in on_gpu if device == "cuda" else on_cpu:
         fast, tokens = "compiled" if device == "cuda" else "off", batch * windows * SHAPES[shape]["window"]
-        about = {"shape": shape, "batch": batch, "windows": windows}
-        one = partial(recurrent_step, shape, device, batch, windows, fast, windows)
-        half: dict[str, Any] = {"slots": 0, "kept": SHAPES[shape]["window"] // 2 - 4, "sinks": 4}
-        for row, more in (("state's cost", {}), ("48 slots' cost", MANY), ("half a window kept", half)):
-            sides = {"with state": one(**more), "state removed": one(use_state=False, **more)}
+        key = {"shape": shape, "batch": batch, "windows": windows}
+        step = partial(recurrent_step, shape, device, batch, windows, fast, windows)
+        many = {"memory": VectorMemoryConfig(slots=48, insert_at="all")}
+        half = {"memory": KVMemoryConfig(recent=SHAPES[shape]["window"] // 2 - 4, sinks=4)}
+        for row, fields in (("state's cost", {}), ("48 slots' cost", many), ("half a window of keys and values", half)):
+            sides = {"with state": step(**fields), "state removed": step(use_state=False, **fields)}
             report.add(
-                {"row": row, **about, "sides": interleaved(sides, 6 if device == "cuda" else 11, tokens, device)}
+                {"row": row, **key, "sides": time_interleaved(sides, 6 if device == "cuda" else 11, tokens, device)}
             )
             sides.clear()
             free(device)
@@ -216,8 +85,11 @@ def cost(device: str, report: Report) -> None:
 
 
 def strided(model: Any, ids: Tensor, window: int, stride: int) -> tuple[float, int]:
-    """The loop of Hugging Face's guide to perplexity, batch 1: windows that overlap, and the new tokens are scored. One
-    token more than the model reads, since the first is never scored: then it scores what `perplexity` does."""
+    """The loop of Hugging Face's guide to perplexity, batch 1: overlapping windows whose new tokens are scored.
+
+    Each piece has one token more than the window, because its first token is never scored; then the same tokens are
+    scored as by `perplexity`. Returns the summed loss and the number of scored tokens.
+    """
     total, scored, before = 0.0, 0, 0
     for begin in range(0, ids.shape[1], stride):
         end = min(begin + window + 1, ids.shape[1])
@@ -251,7 +123,7 @@ def evaluation(device: str, report: Report) -> None:
 
     @torch.inference_mode()
     def forward() -> None:
-        """The plain model's loss, window by window, at that batch."""
+        """The plain model's loss, window by window, with the same batch."""
         total = torch.zeros((), device=device)
         for w in range(windows):
             x = on_device[:, w * window : (w + 1) * window + 1]
@@ -269,11 +141,10 @@ def evaluation(device: str, report: Report) -> None:
         sides["plain forward, compiled and graphed"] = graphed_forward(plain, on_device, window, windows)
     for side in sides.values():
         side()
-    found = interleaved(sides, 5, tokens, device)
-    report.add({"row": "evaluation, overlap 0", "shape": shape, "batch": batch, "windows": windows, "sides": found})
+    times = time_interleaved(sides, 5, tokens, device)
+    report.add({"row": "evaluation, overlap 0", "shape": shape, "batch": batch, "windows": windows, "sides": times})
 
-    some = 1  # documents for the loop at batch 1
-    few, count = ids[:some].to(device), some * windows * window
+    few, count = ids[:1].to(device), windows * window  # one document for the loop at batch 1
     half = window // 2
 
     def guide() -> tuple[float, int]:
@@ -282,36 +153,38 @@ def evaluation(device: str, report: Report) -> None:
         return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
     guide(), ours(half), ours(half, use_state=False)
-    loop = interleaved({"Hugging Face's strided loop": guide}, 3, count, device)
-    found = loop | interleaved(
+    loop = time_interleaved({"Hugging Face's strided loop": guide}, 3, count, device)
+    times = loop | time_interleaved(
         {"recurrent": lambda: ours(half), "plain, batched": lambda: ours(half, use_state=False)}, 3, tokens, device
     )
-    # the same perplexity: in float32, on the same documents
+    # both give the same perplexity: in float32, on the same document
     nats, scored = strided(plain, few[:1], window, window - half)
     same = perplexity(plain, documents[:1], window=window, overlap=half, batch_size=batch)
     agreement = {"strided loop": nats / scored, "ours": same.nats / same.tokens, "tokens": [scored, same.tokens]}
-    report.add({"row": "evaluation, overlap 50 %", "shape": shape, "batch": batch, "windows": windows, "sides": found,
+    report.add({"row": "evaluation, overlap 50 %", "shape": shape, "batch": batch, "windows": windows, "sides": times,
                 "nats_per_token": agreement})  # fmt: skip
 
 
 def graphed_forward(model: Any, ids: Tensor, window: int, windows: int) -> Callable[[], object]:
+    """The plain model's forward pass over windows, compiled and captured as a CUDA graph."""
+
     def loss(x: Tensor) -> Tensor:
         logits = model(input_ids=x[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
 
     compiled = torch.compile(loss, dynamic=False)
-    here, total = ids[:, : window + 1].clone(), torch.zeros((), device=ids.device)
+    buffer, total = ids[:, : window + 1].clone(), torch.zeros((), device=ids.device)
 
-    def one() -> None:
+    def one_window() -> None:
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            total.add_(compiled(here))
+            total.add_(compiled(buffer))
 
     with torch.no_grad():
-        replay = captured(one)
+        replay = captured(one_window)
 
     def replayed() -> None:
         for w in range(windows):
-            here.copy_(ids[:, w * window : (w + 1) * window + 1])
+            buffer.copy_(ids[:, w * window : (w + 1) * window + 1])
             replay()
         float(total)
 
@@ -322,7 +195,7 @@ def graphed_forward(model: Any, ids: Tensor, window: int, windows: int) -> Calla
 
 
 def generation(device: str, report: Report) -> None:
-    """Greedy, in bfloat16 on a GPU; Hugging Face's own loop drives both. Tokens per second of all rows together."""
+    """Greedy generation, in bfloat16 on a GPU, with Hugging Face's loop. Tokens per second of the whole batch."""
     shape, new = ("gpt2-small", 400) if device == "cuda" else ("bundled", 200)
     window, vocabulary = SHAPES[shape]["window"], SHAPES[shape]["vocab_size"]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -341,22 +214,23 @@ def generation(device: str, report: Report) -> None:
         }
         for side in sides.values():
             side()
-        found = interleaved(sides, 3 if device == "cuda" else 5, batch * new, device)
-        report.add({"row": "generation", "shape": shape, "batch": batch, "windows": None, "sides": found})
+        times = time_interleaved(sides, 3 if device == "cuda" else 5, batch * new, device)
+        report.add({"row": "generation", "shape": shape, "batch": batch, "windows": None, "sides": times})
 
 
 # --- length --------------------------------------------------------------------------------------------------------
 
 
 def length(device: str, report: Report) -> None:
-    """One document, longer and longer: speed of a training step and, on a GPU, its peak memory, weights, gradients and
-    states not counted; recordings are. (On a CPU `memory.py` measures that.)"""
+    """One document of increasing length: speed of a training step and, on a GPU, its peak memory.
+
+    The peak includes captured CUDA graphs, and excludes weights, gradients and states. On a CPU, see `memory.py`.
+    """
     shape, counts = ("gpt2-small", (8, 32, 320, 3400)) if device == "cuda" else ("bundled", (4, 16, 64))
     window, vocabulary = SHAPES[shape]["window"], SHAPES[shape]["vocab_size"]
     model = recurrent(shape, device, keep_windows=0).train()
     model.fast_path = "compiled" if device == "cuda" else "off"
     fixed = 2 * sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    state = model.fresh_state(1).carried
 
     def step(windows: int) -> None:
         ids = torch.randint(vocabulary, (1, windows * window + 1), device=device)
@@ -378,7 +252,7 @@ def length(device: str, report: Report) -> None:
         point = {"windows": windows, "tokens": windows * window}
         point["tokens_per_second"] = windows * window / statistics.median(taken)
         if device == "cuda":
-            states = windows * state.numel() * state.itemsize
+            states = windows * model.memory.state_bytes
             point["peak_bytes"] = torch.cuda.max_memory_allocated() - fixed - states
         points.append(point)
     report.add({"row": "length", "shape": shape, "batch": 1, "windows": None, "points": points})
@@ -388,7 +262,7 @@ def length(device: str, report: Report) -> None:
 
 
 def data(device: str, report: Report) -> None:
-    """How fast batches of samples are made, on one core, beside the fastest step there is."""
+    """Speed of making batches of samples, on one core: it must exceed that of the fastest step."""
     from carryforward.data.samples import Samples, collate
 
     documents = [torch.randint(50_000, (100_000,)).numpy() for _ in range(40)]
@@ -399,17 +273,11 @@ def data(device: str, report: Report) -> None:
         for _ in loader:
             pass
 
-    found = interleaved({"batches of 8": once}, 3, sum(map(len, documents)), "cpu")
-    report.add({"row": "data", "shape": None, "batch": 8, "windows": 32, "sides": found})
+    times = time_interleaved({"batches of 8": once}, 3, sum(map(len, documents)), "cpu")
+    report.add({"row": "data", "shape": None, "batch": 8, "windows": 32, "sides": times})
 
 
 # --- all parts ---------------------------------------------------------------------------------------------------
-
-
-def free(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 PARTS = {
@@ -425,11 +293,11 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", choices=PARTS, action="append", help="some of the rows; all by default")
+    parser.add_argument("--only", choices=PARTS, action="append", help="measure these rows only")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/speed-DEVICE.json)")
     arguments = parser.parse_args()
     parts = arguments.only or list(PARTS)
-    out = arguments.out or HERE / "results" / f"speed-{arguments.device}.json"
+    out = arguments.out or RESULTS / f"speed-{arguments.device}.json"
     with Report(out, arguments.device, SHAPES, whole=PARTS.keys() <= {*parts}) as report:
         for name in parts:
             PARTS[name](arguments.device, report)

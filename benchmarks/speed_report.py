@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables (SPEED.md) and figures from what `speed.py`, `peers.py` and `answering.py` measured:
+"""Write SPEED.md and the figures from the results of `speed.py`, `peers.py` and `answering.py`.
 
 python benchmarks/speed_report.py
 """
@@ -11,7 +11,7 @@ from typing import Any
 import answering
 
 HERE = Path(__file__).parent
-# row; what; against what; the least ratio that is aimed at, by device
+# row; side; the side it is compared with; the target for the ratio, by device
 TARGETS: list[tuple[str, str, str, dict[str, float]]] = [
     ("training", "recurrent, recomputed", "plain", {"cuda": 0.75, "cpu": 0.72}),
     ("training", "recurrent, kept", "plain", {"cuda": 0.95, "cpu": 0.93}),
@@ -19,7 +19,7 @@ TARGETS: list[tuple[str, str, str, dict[str, float]]] = [
     ("training", "recurrent, recomputed", "recurrent, recomputed, eager", {"cuda": 2.5}),
     ("state's cost", "with state", "state removed", {"cuda": 0.98, "cpu": 0.98}),
     ("48 slots' cost", "with state", "state removed", {}),
-    ("half a window kept", "with state", "state removed", {}),
+    ("half a window of keys and values", "with state", "state removed", {}),
     ("evaluation, overlap 0", "recurrent", "plain forward", {"cuda": 0.95, "cpu": 0.95}),
     ("evaluation, overlap 0", "recurrent", "plain forward, compiled and graphed", {}),
     ("evaluation, overlap 50 %", "recurrent", "Hugging Face's strided loop", {"cuda": 8.0}),
@@ -29,7 +29,7 @@ TARGETS: list[tuple[str, str, str, dict[str, float]]] = [
 ]
 TITLE = """# Speed
 
-Written by `python benchmarks/speed_report.py`; what the rows mean and what bounds them is in [NOTES.md](NOTES.md).
+Written by `python benchmarks/speed_report.py`. [NOTES.md](NOTES.md) explains the rows and what limits them.
 """
 
 
@@ -39,24 +39,24 @@ def tables(record: dict[str, Any]) -> str:
     where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
     lines = [f"## {where}", ""]
     lines += [f"{_commits(record)}; torch {versions['torch']}, transformers {versions['transformers']}."]
-    lines += ["Tokens per second: medians, and in brackets the slowest and the fastest round.", ""]
+    lines += ["Tokens per second: the median and, in brackets, the slowest and the fastest round.", ""]
     lines += ["| row | shape, batch | this | against | ratio | target |", "| --- | --- | --- | --- | ---: | ---: |"]
     for name, side, against, targets in TARGETS:
         target = f"≥ {targets[hardware['device']]:g}" if hardware["device"] in targets else ""
         for row in record["rows"]:
             if row["row"] == name and {side, against} <= row["sides"].keys():
-                one, other = row["sides"][side], row["sides"][against]
-                ratio = one["tokens_per_second"] / other["tokens_per_second"]
-                what = f"{name} | {row['shape']}, {row['batch']} | {side}: {_rate(one)} | {against}: {_rate(other)}"
+                ours, theirs = row["sides"][side], row["sides"][against]
+                ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
+                what = f"{name} | {row['shape']}, {row['batch']} | {side}: {_rate(ours)} | {against}: {_rate(theirs)}"
                 shown = f"{ratio:.2f}" if round(ratio, 2) != targets.get(hardware["device"]) else f"{ratio:.3f}"
-                lines.append(f"| {what} | {shown} | {target} |")  # two digits must not make up for what is missing
+                lines.append(f"| {what} | {shown} | {target} |")  # three digits where two would hide a miss
     for row in record["rows"]:
         lines += _more(row)
     return "\n".join(lines) + "\n"
 
 
 def _more(row: dict[str, Any]) -> list[str]:
-    """What is not a comparison of two speeds."""
+    """The parts of a row that are not a comparison of two speeds."""
     lines = []
     if row["row"] == "length":
         lines += ["", "| windows | tokens | tokens per second | peak beyond weights, gradients, states |"]
@@ -69,27 +69,28 @@ def _more(row: dict[str, Any]) -> list[str]:
             speed = f"{point['tokens_per_second']:,.0f}"
             lines.append(f"| {point['windows']:,} | {point['tokens']:,} | {speed} | {peak} |")
     if "nats_per_token" in row:
-        found = row["nats_per_token"]
-        lines += ["", f"Overlap 50 %, nats per token: the loop {found['strided loop']:.7f}, ours {found['ours']:.7f}."]
+        losses = row["nats_per_token"]
+        loop, ours = losses["strided loop"], losses["ours"]
+        lines += ["", f"Overlap 50 %, nats per token: the loop {loop:.7f}, ours {ours:.7f}."]
     if row["row"] == "data":
         lines += ["", f"Batches are made at {_rate(row['sides']['batches of 8'])} tokens per second, on one core."]
     return lines
 
 
-def beside(record: dict[str, Any]) -> str:
-    """Markdown of other packages and ours."""
+def peer_table(record: dict[str, Any]) -> str:
+    """Markdown of other packages' speed and ours."""
     hardware = record["hardware"]
     where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
     lines = [f"## Other packages, on {where}", "", f"The same shapes. {_commits(record)}.", ""]
     lines += ["| row | what | tokens per second |", "| --- | --- | ---: |"]
     for row in record["rows"]:
         name = row["row"].removeprefix("peer: ")
-        lines += [f"| {name} | {what} | {_rate(side)} |" for what, side in row["sides"].items()]
+        lines += [f"| {name} | {package} | {_rate(side)} |" for package, side in row["sides"].items()]
     return "\n".join(lines) + "\n"
 
 
 def _commits(record: dict[str, Any]) -> str:
-    """Which rows are of which commit."""
+    """The commit of the rows, or the rows of each commit."""
     rows: dict[str, list[str]] = {}
     for row in record["rows"]:
         rows.setdefault(row["commit"][:12], []).append(row["row"].removeprefix("peer: "))
@@ -103,7 +104,7 @@ def _rate(side: dict[str, float]) -> str:
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """Throughput, and where it was measured memory, against length."""
+    """Draw speed and, where it was measured, memory against length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,7 +133,7 @@ def main() -> None:
             if row["row"] == "length":
                 draw(row["points"], path.with_suffix(".png"))
                 parts.append(f"![against length](results/{path.stem}.png)\n")
-    parts += [beside(json.loads(path.read_text())) for path in sorted(HERE.glob("results/peers-*.json"))]
+    parts += [peer_table(json.loads(path.read_text())) for path in sorted(HERE.glob("results/peers-*.json"))]
     for path in sorted(HERE.glob("results/answering-*.json")):
         record = json.loads(path.read_text())
         answering.draw(record, path.with_suffix(".png"))

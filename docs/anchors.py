@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the line numbers in `docs/*.md` true: `python docs/anchors.py` rewrites them, a test checks them.
+"""Update the line numbers of links to code in `docs/*.md`: `python docs/anchors.py`. A test checks them.
 
-A reference to code is written as a link whose text names it, [`recurrence.Recurrence.pool`](../src/...py#L1): the
-module and, inside it, a class, function, method or field. The line follows from the name.
+A link to code has the code's name as its text: [`memories/vector.VectorMemory.pool`](../src/...py#L1). The part before
+the first dot is the path of the module inside the package. The rest names a class, function, method, field or constant
+in it, whose line the link gets.
 """
 
 import ast
@@ -12,23 +13,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "carryforward"
-LINK = re.compile(r"\[`([\w./]+)`\]\(\.\./src/carryforward/([\w/]+)\.py#L\d+\)")
+LINK = re.compile(r"\[`([\w./]+)`\]\(\.\./src/carryforward/[\w/]+\.py#L\d+\)")
 
 
 def line_of(name: str) -> int:
-    """The line on which a dotted name is defined."""
+    """The line that defines a name such as `memories/vector.VectorMemory.pool`."""
     module, *path = name.split(".")
-    nodes = ast.parse((SOURCE / f"{module}.py").read_text()).body
-    line = 1
+    file = SOURCE / f"{module}.py"
+    if not file.exists():
+        raise LookupError(f"{name}: there is no module {module}.py")
+    line, nodes = 1, ast.parse(file.read_text()).body
     for part in path:
-        found = next((node for node in nodes if part in _defines(node)), None)
-        if found is None:
+        definition = next((node for node in nodes if part in _defined_names(node)), None)
+        if definition is None:
             raise LookupError(f"{name}: there is no {part!r} in {module}.py")
-        line, nodes = found.lineno, getattr(found, "body", [])
+        line, nodes = definition.lineno, getattr(definition, "body", [])
     return line
 
 
-def _defines(node: ast.stmt) -> list[str]:
+def _defined_names(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -36,11 +40,11 @@ def _defines(node: ast.stmt) -> list[str]:
 
 
 def refreshed(text: str) -> str:
-    """The text with every reference pointing at its line."""
+    """A page's text with every link to code pointing at its line."""
 
     def link(match: re.Match) -> str:
         name = match[1]
-        return f"[`{name}`](../src/carryforward/{name.split('.')[0]}.py#L{line_of(name)})"
+        return f"[`{name}`](../src/carryforward/{name.partition('.')[0]}.py#L{line_of(name)})"
 
     return LINK.sub(link, text)
 

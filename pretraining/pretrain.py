@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrain the bundled model from scratch: tokenizer, tokens, training, storing in 16 bits, scores, model card.
+"""Pretrain the bundled model from scratch: tokenizer, training, storing in 16 bits, scores, model card.
 
-    python pretraining/pretrain.py --books BOOKS --search     # choose the learning rate (results/search.json)
-    python pretraining/pretrain.py --books BOOKS              # the model, into src/carryforward/bundled
+    python pretraining/pretrain.py --books BOOKS --search     # tries learning rates (results/search.json)
+    python pretraining/pretrain.py --books BOOKS              # writes the model to src/carryforward/bundled
 
 BOOKS holds train/, validation/ and test/ of .txt files. About ten minutes on one H200.
 """
@@ -27,10 +27,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from carryforward.data.corpora import open_corpus
-from carryforward.data.documents import Documents, tokenise
+from carryforward.data.documents import Documents, load_documents
 from carryforward.evaluation.perplexity import perplexity
-from carryforward.utils.console import Bar, note
-from carryforward.utils.files import atomic_write
+from carryforward.utils.console import note
+from carryforward.utils.files import write_json
+from carryforward.utils.progress import ProgressBar
 from carryforward.utils.provenance import provenance
 
 HERE = Path(__file__).parent
@@ -38,23 +39,23 @@ RECORD = HERE / "results/pretraining.json"
 BUNDLED = HERE.parent / "src/carryforward/bundled"
 POSITIONS = 512
 SHAPE = {"n_positions": POSITIONS, "n_embd": 256, "n_layer": 7, "n_head": 8}
-VOCABULARY = 4096  # few parameters on the vocabulary: 1 M of 6.7 M
-CHARACTERS = 50_000  # of each book, for the tokenizer
-BATCH = 64  # windows of all positions
+VOCABULARY = 4096  # small: its embeddings are 1 M of 6.7 M parameters
+CHARACTERS = 50_000  # of each book, to train the tokenizer
+BATCH = 64  # windows of 512 tokens
 END = "<|endoftext|>"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--books", required=True, help="folder with train/, validation/, test/")
-    parser.add_argument("--out", type=Path, default=BUNDLED, help="where the model goes")
-    parser.add_argument("--tokens", type=float, default=440e6, help="to train on, over several epochs")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="at its peak")
+    parser.add_argument("--out", type=Path, default=BUNDLED, help="folder to write the model to")
+    parser.add_argument("--tokens", type=float, default=440e6, help="tokens to train on, over several epochs")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--search", nargs="*", type=float, help="try these rates briefly instead (5e-4 1e-3 2e-3)")
-    parser.add_argument("--search-tokens", type=float, default=100e6)
-    parser.add_argument("--score", action="store_true", help="only score the model that is there, and write its card")
-    parser.add_argument("--score-tokens", type=int, help="of each book, from its beginning; all by default")
+    parser.add_argument("--search", nargs="*", type=float, help="only try these rates briefly (5e-4 1e-3 2e-3)")
+    parser.add_argument("--search-tokens", type=float, default=100e6, help="tokens to try each rate on")
+    parser.add_argument("--score", action="store_true", help="only score the existing model and write its card")
+    parser.add_argument("--score-tokens", type=int, help="score the first so many tokens of each book; all by default")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,7 +63,7 @@ def main() -> None:
         return score(arguments)
 
     tokenizer = make_tokenizer(arguments.books, arguments.out)
-    train = tokenise(open_corpus(arguments.books, "train"), tokenizer)
+    train = load_documents(arguments.books, "train", tokenizer)
     stream = concatenated(train, tokenizer.eos_token_id).to(device)
     validation = held_out(arguments.books, "validation", tokenizer)
     note(f"{len(train):,} books, {len(stream):,} tokens; {int(train.words.sum()):,} words")
@@ -70,7 +71,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     model = GPT2LMHeadModel(config()).to(device)
     loss = torch.compile(lambda ids: loss_of(model, ids)) if arguments.compile else lambda ids: loss_of(model, ids)
-    about = {
+    record = {
         **provenance(device),
         "command": shlex.join(["python", "pretraining/pretrain.py", *sys.argv[1:]]),
         "seed": arguments.seed,
@@ -81,33 +82,35 @@ def main() -> None:
         trials, start = [], {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for rate in arguments.search or [5e-4, 1e-3, 2e-3]:
             model.load_state_dict(start)
-            took = fit(model, loss, stream, rate, int(arguments.search_tokens), arguments.seed)
-            found = perplexity(model, validation, window=POSITIONS, batch_size=BATCH)
-            trials.append({"learning_rate": rate, "word_perplexity": found.word_perplexity, "seconds": took})
-            note(f"learning rate {rate:g}: validation word perplexity {found.word_perplexity:.2f} after {took:.0f} s")
-            write(HERE / "results/search.json", {**about, "tokens": arguments.search_tokens, "trials": trials})
+            seconds = fit(model, loss, stream, rate, int(arguments.search_tokens), arguments.seed)
+            scores = perplexity(model, validation, window=POSITIONS, batch_size=BATCH)
+            trials.append({"learning_rate": rate, "word_perplexity": scores.word_perplexity, "seconds": seconds})
+            outcome = f"validation word perplexity {scores.word_perplexity:.2f} after {seconds:.0f} s"
+            note(f"learning rate {rate:g}: {outcome}")
+            write(HERE / "results/search.json", {**record, "tokens": arguments.search_tokens, "trials": trials})
         return
 
-    took = fit(model, loss, stream, arguments.learning_rate, int(arguments.tokens), arguments.seed)
+    seconds = fit(model, loss, stream, arguments.learning_rate, int(arguments.tokens), arguments.seed)
     store(model, arguments.out)
-    training = {"tokens": int(arguments.tokens), "learning_rate": arguments.learning_rate, "seconds": took}
-    write(RECORD, {**about, "training": training, "scores": {}})
+    training = {"tokens": int(arguments.tokens), "learning_rate": arguments.learning_rate, "seconds": seconds}
+    write(RECORD, {**record, "training": training, "scores": {}})
     score(arguments)
 
 
 def score(arguments: argparse.Namespace) -> None:
-    """Score what users get, and write its card."""
+    """Score the stored model, which is what users load, and write its card."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record = json.loads(RECORD.read_text())
     model = AutoModelForCausalLM.from_pretrained(arguments.out).to(device)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.out)
     for split in ("validation", "test"):
         documents = held_out(arguments.books, split, tokenizer, arguments.score_tokens)
-        with Bar(f"scoring {split}", int(documents.lengths.sum()), "tokens") as bar:
-            found = perplexity(model, documents, window=POSITIONS, batch_size=BATCH, progress=bar.advance)
+        with ProgressBar(f"scoring {split}", int(documents.lengths.sum()), "tokens") as bar:
+            scores = perplexity(model, documents, window=POSITIONS, batch_size=BATCH, progress=bar.advance)
         record["scores"][split] = {
-            **dataclasses.asdict(found), "word_perplexity": found.word_perplexity, "bits_per_byte": found.bits_per_byte,
-            "token_perplexity": found.token_perplexity, "tokens_of_each_book": arguments.score_tokens,
+            **dataclasses.asdict(scores), "word_perplexity": scores.word_perplexity,
+            "bits_per_byte": scores.bits_per_byte, "token_perplexity": scores.token_perplexity,
+            "tokens_of_each_book": arguments.score_tokens,
             "hardware": provenance(device)["hardware"],
         }  # fmt: skip
         write(RECORD, record)
@@ -115,7 +118,7 @@ def score(arguments: argparse.Namespace) -> None:
 
 
 def config() -> GPT2Config:
-    """No dropout: the model sees too much text to learn it by heart."""
+    """The model's config, without dropout: there is too much text to overfit."""
     return GPT2Config(
         vocab_size=VOCABULARY, **SHAPE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
     )
@@ -125,7 +128,7 @@ def config() -> GPT2Config:
 
 
 def make_tokenizer(books: str, folder: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE from the beginning of every training book; taken as it is where it is there already."""
+    """Train a byte-level BPE tokenizer on the beginning of every training book, or load it if the folder has one."""
     if (folder / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
@@ -143,26 +146,26 @@ def make_tokenizer(books: str, folder: Path) -> PreTrainedTokenizerFast:
 
 
 def concatenated(documents: Documents, end: int) -> Tensor:
-    """All documents, one behind the other, a mark after each."""
-    mark = torch.tensor([end], dtype=torch.int16)
-    return torch.cat([piece for ids in documents for piece in (torch.from_numpy(ids.astype("int16")), mark)])
+    """All documents as one tensor, with an end token after each."""
+    end_token = torch.tensor([end], dtype=torch.int16)
+    return torch.cat([piece for ids in documents for piece in (torch.from_numpy(ids.astype("int16")), end_token)])
 
 
 def held_out(books: str, split: str, tokenizer: Any, max_tokens: int | None = 15_000) -> Documents:
-    return tokenise(open_corpus(books, split), tokenizer, max_tokens=max_tokens)
+    return load_documents(books, split, tokenizer, max_tokens=max_tokens)
 
 
 def batches(stream: Tensor, seed: int) -> Iterator[Tensor]:
-    """Windows and the token behind each: every token once an epoch, each epoch cut elsewhere and in another order."""
+    """Batches of windows and the token after each. An epoch has every token once; epochs differ in cuts and order."""
     generator = torch.Generator().manual_seed(seed)
     within = torch.arange(POSITIONS + 1, device=stream.device)
     while True:
         shift = int(torch.randint(POSITIONS, (), generator=generator))
         count = (len(stream) - 1 - shift) // POSITIONS
         starts = (shift + POSITIONS * torch.randperm(count, generator=generator)).to(stream.device)
-        for some in starts.split(BATCH):
-            if len(some) == BATCH:
-                yield stream[some[:, None] + within].long()
+        for batch in starts.split(BATCH):
+            if len(batch) == BATCH:
+                yield stream[batch[:, None] + within].long()
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -177,7 +180,11 @@ def loss_of(model: GPT2LMHeadModel, ids: Tensor) -> Tensor:
 def fit(
     model: GPT2LMHeadModel, loss: Callable[[Tensor], Tensor], stream: Tensor, rate: float, tokens: int, seed: int
 ) -> float:
-    """AdamW; the rate rises over a fiftieth of the steps and falls in a straight line to nothing. Gives seconds."""
+    """Train with AdamW; the rate rises linearly over a fiftieth of the steps, then falls linearly to zero.
+
+    Returns:
+        the time it took, in seconds.
+    """
     steps = max(1, tokens // (BATCH * POSITIONS))
     warmup = max(1, steps // 50)
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -189,7 +196,7 @@ def fit(
     )
     model.train()
     begun, recent = time.perf_counter(), torch.zeros((), device=stream.device)
-    with Bar(f"learning rate {rate:g}", steps * BATCH * POSITIONS, "tokens") as bar:
+    with ProgressBar(f"learning rate {rate:g}", steps * BATCH * POSITIONS, "tokens") as bar:
         for step, ids in zip(range(1, steps + 1), batches(stream, seed), strict=False):
             value = loss(ids)
             value.backward()
@@ -198,15 +205,15 @@ def fit(
             optimizer.zero_grad()
             schedule.step()
             recent = recent.lerp(value.detach(), 1 / min(step, 200))
-            if step % 50 == 0 or step == steps:  # not more often: it waits for the device
+            if step % 50 == 0 or step == steps:  # not more often: reading the loss waits for the device
                 if not math.isfinite(recent.item()):
                     raise ArithmeticError(f"The loss became {recent.item()}: use a smaller --learning-rate.")
-                bar.set(step * BATCH * POSITIONS, f"loss {recent.item():.3f}")
+                bar.update(step * BATCH * POSITIONS, remark=f"loss {recent.item():.3f}")
     return time.perf_counter() - begun
 
 
 def store(model: GPT2LMHeadModel, folder: Path) -> None:
-    """Half the bytes: tensors in float16, in a config that says float32, so that they are loaded as that."""
+    """Save the weights in float16 to halve the file; the config says float32, so they are loaded as float32."""
     model.save_pretrained(folder)
     weights = folder / "model.safetensors"
     save_file({name: tensor.half() for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
@@ -214,8 +221,7 @@ def store(model: GPT2LMHeadModel, folder: Path) -> None:
 
 def write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as beside:
-        beside.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: no network, one thread (two would fight over tiny models on busy cores), fixed seeds."""
+"""Shared by all tests: no network, one thread (tiny models are slower with more), fixed seeds."""
 
 import os
 

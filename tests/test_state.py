@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state: split, joined, moved, saved; and the reading that goes on from it."""
+"""The state: split, concatenated, saved, and continued from."""
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ def same(a: cf.State, b: cf.State) -> None:
     assert a.signature == b.signature
     for name in ("started", "pending", "read"):
         assert getattr(a, name).equal(getattr(b, name))
-    assert_close(a.carried[a.started], b.carried[b.started])
+    assert_close(a.memory["vector"][a.started], b.memory["vector"][b.started])
     for row, pending in enumerate(a.pending):
         assert a.tokens[row, :pending].equal(b.tokens[row, :pending])
 
 
-def test_rows_of_different_age_read_on_together(model):
-    """A document at its start, one inside its first window and one far along, each as if alone."""
+def test_documents_of_different_progress_continue_as_one_batch(model):
+    """One has just started, one is inside its first window and one is far along: each continues as if alone."""
     (_, young), (_, old) = read(model, 5, 1), read(model, 30, 2)
     fresh = model(tiny.documents(1, 1, 3))
     batch = cf.State.cat([fresh.state, young.state, old.state])
@@ -49,23 +49,23 @@ def test_rows_of_different_age_read_on_together(model):
     same(together.state[[2, 0]], cf.State.cat([alone[2].state, alone[0].state]))
 
 
-def test_saved_and_loaded(model, tmp_path):
+def test_a_saved_state_is_loaded_unchanged(model, tmp_path):
     _, out = read(model, 30, 1)
     out.state.save(tmp_path / "state.safetensors")
-    again = cf.State.load(tmp_path / "state.safetensors")
-    same(again, out.state)
-    assert not again.carried.requires_grad
+    loaded = cf.State.load(tmp_path / "state.safetensors")
+    same(loaded, out.state)
+    assert not loaded.memory["vector"].requires_grad
     more = tiny.documents(1, 12, 9)
-    assert_close(model(more, state=again).logits, model(more, state=out.state).logits)
-    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"], "nothing is left beside it"
+    assert_close(model(more, state=loaded).logits, model(more, state=out.state).logits)
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"], "no temporary file is left"
 
 
-def test_a_cut_or_foreign_file_is_refused(model, tmp_path):
+def test_a_truncated_or_foreign_file_is_refused(model, tmp_path):
     _, out = read(model, 30, 1)
     path = tmp_path / "state.safetensors"
     out.state.save(path)
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="is truncated or not a state written by State.save"):
         cf.State.load(path)
     from safetensors.torch import save_file
 
@@ -91,13 +91,13 @@ def test_a_failed_save_leaves_the_old_file(model, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_gradients_flow_through_until_detached(model):
+def test_gradients_flow_through_a_state_until_it_is_detached(model):
     _, out = read(model, 30, 1)
-    assert out.state.carried.requires_grad
-    assert cf.State.cat(out.state.split()).carried.requires_grad
-    assert not out.state.detach().carried.requires_grad
+    assert out.state.memory["vector"].requires_grad
+    assert cf.State.cat(out.state.split()).memory["vector"].requires_grad
+    assert not out.state.detach().memory["vector"].requires_grad
     with torch.no_grad():
-        assert not read(model, 30, 1)[1].state.carried.requires_grad
+        assert not read(model, 30, 1)[1].state.memory["vector"].requires_grad
 
 
 def test_states_of_other_models_overlaps_and_sizes_are_refused(model):
@@ -109,22 +109,22 @@ def test_states_of_other_models_overlaps_and_sizes_are_refused(model):
         model(more, state=out.state, overlap=0)
     with pytest.raises(ValueError, match="state has 1 rows, input_ids has 2"):
         model(tiny.documents(2, 5), state=out.state)
-    with pytest.raises(ValueError, match="do not belong together"):
+    with pytest.raises(ValueError, match="cannot be concatenated: they come from different models"):
         cf.State.cat([out.state, read(tiny.recurrent("llama"), 30, 1)[1].state])
-    assert len(out.state[0]) == 1, "a batch of one, as pipelines take batches apart"
+    assert len(out.state[0]) == 1, "a batch of one: pipelines index outputs by row"
     with pytest.raises(IndexError):
         out.state[1]
 
 
-def test_an_ended_document_cannot_go_on():
+def test_an_ended_document_cannot_be_continued():
     model = tiny.recurrent("bert")
     out = model(tiny.documents(1, 20))
     with pytest.raises(ValueError, match="final=False"):
         model(tiny.documents(1, 5), state=out.state)
 
 
-def test_encoders_of_different_age_read_on_together():
-    """One has labels pending or a window classified, the other has not."""
+def test_encoder_documents_of_different_progress_continue_as_one_batch():
+    """One has pending labels, or a window that was classified; the other has none."""
     model = tiny.recurrent("bert")
     ids = tiny.documents(2, 34)
     states = [model(ids[:1, :4], final=False).state, model(ids[1:, :20], labels=ids[1:, :20], final=False).state]
@@ -157,11 +157,11 @@ def test_a_state_from_inference_mode_can_be_trained_on(model):
     with torch.inference_mode():
         state = model(ids[:, :20]).state
     model(ids[:, 20:], labels=ids[:, 20:], state=state.detach()).loss.backward()
-    assert model.recurrence.weight.grad is not None
+    assert all(weight.grad is not None for weight in model.memory.parameters())
 
 
-def test_a_state_read_without_recurrence_carries_nothing(model):
-    """With the state removed for the first piece, the second starts as a document's first window does."""
+def test_a_state_read_without_memory_carries_nothing(model):
+    """If the first piece is read with use_state=False, the second starts like a document's first window."""
     ids = tiny.documents(1, 30)
     first = model(ids[:, :20], use_state=False).state
     assert not first.started.any()
@@ -170,10 +170,10 @@ def test_a_state_read_without_recurrence_carries_nothing(model):
     assert_close(logits, model(ids[:, 12:]).logits[:, 8:])
 
 
-def test_the_state_is_small_and_does_not_grow(model):
+def test_the_state_does_not_grow_with_the_document(model):
     sizes = []
     for length in (50, 500):
         state = read(model, length, 1)[1].state
-        sizes.append(state.carried.numel() + state.tokens.numel())
+        sizes.append(state.memory["vector"].numel() + state.tokens.numel())
         assert state.tokens.shape[1] <= model.config.recurrence.window
     assert sizes[1] <= sizes[0] + model.config.recurrence.window

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The window schedule: the paper's worked example, and the promises that hold for every length, window and overlap."""
+"""The window schedule: the paper's worked example, and what holds for every length, window and overlap."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ def test_the_papers_example():
 
 @settings(deadline=None, max_examples=300)
 @given(lengths, sizes, st.data())
-def test_every_target_is_scored_exactly_once_with_its_context(length, window, data):
+def test_every_target_is_scored_exactly_once(length, window, data):
     overlap = data.draw(st.integers(0, window - 1))
     scored = []
     for n, w in enumerate(schedule(length, window, overlap)):
@@ -40,7 +40,7 @@ def test_all_windows_but_the_last_are_full(length, window, data):
 @settings(deadline=None, max_examples=300)
 @given(lengths, sizes, st.data())
 def test_a_schedule_can_be_resumed_anywhere(length, window, data):
-    """Cut the document at any token: the unfinished window is read again, and no target is scored twice or left out."""
+    """Cut anywhere: the unfinished window is read again, and no target is scored twice or left out."""
     overlap = data.draw(st.integers(0, window - 1))
     cut = data.draw(st.integers(0, length))
     before = list(schedule(cut, window, overlap))
@@ -54,19 +54,19 @@ def test_a_schedule_can_be_resumed_anywhere(length, window, data):
 
 @settings(deadline=None, max_examples=300)
 @given(lengths, sizes, st.integers(0, 3), st.integers(0, 3), st.data())
-def test_an_encoder_answers_for_every_token_once_and_far_from_edges(length, room, prefix, suffix, data):
-    overlap = data.draw(st.integers(0, room - 1))
-    windows = list(encoder_schedule(length, room + prefix + suffix, overlap, prefix=prefix, suffix=suffix))
+def test_an_encoder_outputs_every_token_once_and_far_from_edges(length, capacity, prefix, suffix, data):
+    overlap = data.draw(st.integers(0, capacity - 1))
+    windows = list(encoder_schedule(length, capacity + prefix + suffix, overlap, prefix=prefix, suffix=suffix))
     assert [i for w in windows for i in range(w.score_from, w.score_to)] == list(range(length))
 
     def depth(w: Window, i: int) -> int:
-        """How far a token is from the nearest edge; the document's own ends are none."""
+        """The distance of a token from the nearest edge; the document's own ends do not count."""
         left = i - w.start if w.start else length
         right = w.end - 1 - i if w.end < length else length
         return min(left, right)
 
     for w in windows:
-        assert w.start <= w.score_from < w.score_to <= w.end <= w.start + room
+        assert w.start <= w.score_from < w.score_to <= w.end <= w.start + capacity
         for i in range(w.score_from, w.score_to):
             here = depth(w, i)
             assert all(depth(v, i) <= here for v in windows if v.start <= i < v.end)
@@ -74,7 +74,7 @@ def test_an_encoder_answers_for_every_token_once_and_far_from_edges(length, room
 
 @settings(deadline=None, max_examples=300)
 @given(lengths, sizes, st.data())
-def test_a_streaming_encoder_gives_the_same_windows_in_the_end(length, window, data):
+def test_a_streaming_encoder_reads_the_same_windows(length, window, data):
     overlap = data.draw(st.integers(0, window - 1))
     cut = data.draw(st.integers(0, length))
     whole = list(encoder_schedule(length, window, overlap))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .evaluation.flops import flops_per_token as flops_per_token
     from .evaluation.perplexity import Perplexity as Perplexity
     from .evaluation.perplexity import perplexity as perplexity
+    from .memories.kv import KVMemoryConfig as KVMemoryConfig
+    from .memories.vector import VectorMemoryConfig as VectorMemoryConfig
     from .models.add_recurrence import add_recurrence as add_recurrence
     from .models.causal_lm import RecurrentForCausalLM as RecurrentForCausalLM
     from .models.encoders import RecurrentForMaskedLM as RecurrentForMaskedLM
@@ -60,6 +62,8 @@ _HOME = {
     "RecurrentForSequenceClassification": "models.encoders",
     "RecurrentForTokenClassification": "models.encoders",
     "RecurrentModel": "models.headless",
+    "KVMemoryConfig": "memories.kv",
+    "VectorMemoryConfig": "memories.vector",
     "load_bundled": "models.loading",
     "measure_position_offsets": "models.position_offsets",
     "RecurrentForQuestionAnswering": "models.question_answering",

@@ -1,116 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands can be told, once: the command line, a run's record and the job all read this.
+"""Settings of the commands. The command line, the job and the run's record all read these dataclasses.
 
-Nothing heavy is imported here, so that `--help` answers at once.
+Nothing heavy is imported here, so that `--help` answers at once. A field's metadata holds its help text and the panel
+it stands in under `--help`: None is the main panel, for what most users need.
 """
 
 import json
 import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
+from .presets import DEFAULT_SINKS, MAX_DEFAULT_WINDOW, PAPER_QA_WINDOW, PAPER_WINDOW, PRESET_MEMORIES
+
 FAST_PATHS = ("auto", "compiled", "off")
-PRESETS = ("paper", "kept")  # of `RecurrenceConfig`
 PYTHON_DOCS = "python-docs"  # the built-in text: the documentation that comes with Python
 BUNDLED = "bundled"  # the model that comes with the package
 MAX_ANSWER_TOKENS = 30
 DTYPES = ("float32", "bfloat16", "float16")  # of weights
-# what several commands say of an option
-OVERLAP = "Tokens that windows share; the trained one by default."
-NO_STATE = "--no-state removes the state: every window stands alone."
-_QUESTIONS = "HotpotQA's or SQuAD's JSON, or rows of it; .gz and .xz are read too."
-_CORPUS = "wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl, a Hub name, or python-docs."
-TEXT_FIELD = "The field that holds the text, in JSON lines and Hub data."
-_RECURRENCE = "Recurrence (the paper's by default)"
+# panels of `--help`
+ADVANCED = "Advanced"
+RUN = "Advanced: run"
+MEMORY = "Advanced: memory"
+# help texts that several commands share
+OVERLAP = "Tokens shared by consecutive windows."
+PRESET = "What passes from window to window: recommended (keys and values) or paper (a pooled vector)."
+DEFAULT_WINDOW = f"2/3 of the model's positions, at most {MAX_DEFAULT_WINDOW}; paper: {PAPER_WINDOW}"
+DEFAULT_RECENT = "half a window, less the sinks"
+AS_TRAINED = "as trained"  # a default that depends on the model
+NO_STATE = "Process every window on its own, without the state."
+NO_CONTROL = "Do not score recurrent models with the state removed."
+MIXED_PRECISION = "Use bfloat16 mixed precision."
+_QUESTIONS = "HotpotQA or SQuAD JSON, or rows of it (also .gz, .xz)."
+_POOLED_LAYERS = "vector: layers that are pooled: all, last, or below (those below --insert-at)."
+_HIDDEN_SIZES = "vector: sizes of its network's hidden layers."
+_CORPUS = "Corpus: wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl file, a Hub dataset, or python-docs."
+TEXT_FIELD = "Field that holds the text, in JSON lines and Hub datasets."
 
 
-def _setting(default: Any, help: str, panel: str | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "panel": panel})
+def _setting(default: Any, help: str, panel: str | None = None, shown: str | None = None) -> Any:
+    """A field of a settings dataclass.
+
+    Args:
+        panel: the group of options it stands in under `--help`; None is the main one.
+        shown: the default that `--help` shows, where `default` is None because the job or the model decides.
+    """
+    return field(default=default, metadata={"help": help, "panel": panel, "shown": shown})
 
 
-def _data(default: Any, help: str) -> Any:
-    return _setting(default, help, "Data")
+def _memory(default: Any, help: str, shown: str | None = None, kind: str | None = None) -> Any:
+    """A field about the memory; `kind` is the kind of memory that it belongs to."""
+    return field(default=default, metadata={"help": help, "panel": MEMORY, "shown": shown, "kind": kind})
 
 
-def _recurrence(default: Any, help: str) -> Any:
-    return _setting(default, help, _RECURRENCE)
-
-
-def _training(default: Any, help: str) -> Any:
-    return _setting(default, help, "Training (the paper's protocol by default)")
+_kv = partial(_memory, kind="kv")
+_vector = partial(_memory, kind="vector")
+_advanced = partial(_setting, panel=ADVANCED)
+_data = partial(_setting, panel="Advanced: data")
+_optimisation = partial(_setting, panel="Advanced: optimisation")
+_run = partial(_setting, panel=RUN)
 
 
 @dataclass(frozen=True)
 class RecurrentSettings:
-    """What every training can be told: a model, data, and a recurrence. None leaves a choice to the model or the
-    paper."""
+    """Settings that all training commands share: a model, data, and a recurrence. None means that the model decides."""
 
-    model: str = _setting(BUNDLED, "A Hub name, a folder, a .gguf file, or bundled, which comes with the package.")
+    model: str = _setting(BUNDLED, "Hub name, folder or .gguf file; bundled comes with the package.")
     data: str = _setting(PYTHON_DOCS, _CORPUS)
 
-    recurrence: bool = _recurrence(True, "--no-recurrence trains the plain model in the same loop.")
-    preset: str | None = _recurrence(None, "paper, or kept: keys and values of half a window, which gains more.")
-    window: int | None = _recurrence(None, "Tokens read at once (300).")
-    overlap: int | None = _recurrence(None, "Tokens that consecutive windows share (0).")
-    slots: int | None = _recurrence(None, "Vectors carried (1; kept: 0).")
-    kept: int | None = _recurrence(None, "Newest positions whose keys and values are carried (0; kept: half a window).")
-    sinks: int | None = _recurrence(None, "A document's first positions, whose are carried too (0; kept: 4).")
-    insert_at: tuple[str, ...] | None = _recurrence(None, "Layers the state enters, from 1, or all (2).")
-    pooling: str | None = _recurrence(None, "mean, max or attention (mean).")
-    pooled_layers: str | None = _recurrence(None, "all, last, or below (all).")
-    hidden_sizes: tuple[int, ...] | None = _recurrence(None, "Hidden layers of the module (200 200 200).")
-    residual: bool | None = _recurrence(None, "Carry what was pooled, plus what the module adds to it.")
-    init_std: float | None = _recurrence(None, "Spread of the module's last layer at the start (0.02).")
-    state_per_layer: bool | None = _recurrence(None, "A state of its own for each of several layers.")
-    bptt_windows: int | None = _recurrence(None, "Detach the state after every so many windows.")
-    keep_windows: str | None = _recurrence(None, "Windows of a sample that keep their activations (auto).")
+    preset: str = _setting("recommended", PRESET)
+    window: int | None = _setting(None, "Tokens per window.", shown=DEFAULT_WINDOW)
+    recurrence: bool = _memory(True, "Train the plain model on the same windows, as a baseline.")
+    memory: tuple[str, ...] | None = _memory(
+        None, "Memory: kv (keys and values), vector (pooled), or both.", shown="the preset's"
+    )
+    overlap: int | None = _memory(None, OVERLAP, shown="0")
+    recent: int | None = _kv(None, "kv: most recent positions to carry.", shown=DEFAULT_RECENT)
+    sinks: int | None = _kv(
+        None, "kv: attention sinks, a document's first positions, always carried.", shown=str(DEFAULT_SINKS)
+    )
+    slots: int | None = _vector(None, "vector: number of vectors.", shown="1")
+    insert_at: tuple[str, ...] | None = _vector(
+        None, "vector: layers that receive it, counted from 1, or all.", shown="2"
+    )
+    pooling: str | None = _vector(None, "vector: pooling over positions: mean, max or attention.", shown="mean")
+    pooled_layers: str | None = _vector(None, _POOLED_LAYERS, shown="all")
+    hidden_sizes: tuple[int, ...] | None = _vector(None, _HIDDEN_SIZES, shown="200 200 200")
+    residual: bool | None = _vector(None, "vector: add the pooled vector to its network's output.")
+    init_std: float | None = _vector(
+        None, "vector: initial standard deviation of its network's last layer.", shown="0.02"
+    )
+    state_per_layer: bool | None = _vector(None, "vector: a separate one for each layer of --insert-at.")
+    bptt_windows: int | None = _memory(None, "Truncated BPTT: detach the state every N windows.", shown="never")
+    keep_windows: str | None = _memory(
+        None, "Windows of a sample that keep activations instead of recomputing them.", shown="auto"
+    )
 
     def as_json(self) -> dict[str, Any]:
-        """As a run's record has them, which knows no tuples."""
+        """As a run's record has them: without tuples."""
         return json.loads(json.dumps(asdict(self)))
 
     def recurrence_fields(self) -> dict[str, Any]:
-        """The fields of `RecurrenceConfig` that were given."""
-        names = [one.name for one in fields(self) if one.metadata["panel"] == _RECURRENCE]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        useless = [flag(name) for name in given if name not in ("recurrence", "window", "overlap", "keep_windows")]
-        if self.preset not in (None, *PRESETS):
-            raise ValueError(f"--preset {self.preset}: it is one of {', '.join(PRESETS)}.")
-        if useless and not self.recurrence:
-            raise ValueError(f"{', '.join(useless)}: there is no state with --no-recurrence. Choose one.")
-        read: dict[str, Any] = {"keep_windows": _windows, "insert_at": _layers}
-        return {name: read[name](value) if name in read else value for name, value in given.items()
-                if name not in ("recurrence", "preset")}  # fmt: skip
+        """The arguments of `models.add_recurrence.recurrence_of` that were given."""
+        if self.preset not in PRESET_MEMORIES:
+            raise ValueError(f"--preset {self.preset}: it must be one of {', '.join(PRESET_MEMORIES)}.")
+        if not self.recurrence:
+            self._refuse_memory()
+        names = ("window", "overlap", "bptt_windows", "keep_windows")
+        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        memory = self._memory_options()
+        if "keep_windows" in values:
+            values["keep_windows"] = _windows(values["keep_windows"])
+        if self.memory is not None or any(len(options) > 1 for options in memory):
+            values["memory"] = memory
+        return {"preset": self.preset, **values}
+
+    def _memory_options(self) -> list[dict[str, Any]]:
+        """For each kind of memory, its fields that were given."""
+        kinds = PRESET_MEMORIES[self.preset] if self.memory is None else self.memory
+        options: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in kinds}
+        for setting in fields(self):
+            kind, value = setting.metadata.get("kind"), getattr(self, setting.name)
+            if kind is None or value is None:
+                continue
+            if kind not in options:
+                raise ValueError(
+                    f"{flag(setting.name)} is an option of the memory {kind}, and the memory is {', '.join(options)}. "
+                    f"Use --memory {kind}, or --memory {' '.join([*options, kind])} for both, or leave it out."
+                )
+            options[kind][setting.name] = _layers(value) if setting.name == "insert_at" else value
+        return [*options.values()]
+
+    def _refuse_memory(self) -> None:
+        """Refuse settings that have no effect without recurrence."""
+        own = [setting for setting in fields(self) if setting.metadata.get("kind")]
+        names = ["memory", *(setting.name for setting in own), "bptt_windows"]
+        unused = [flag(name) for name in names if getattr(self, name) is not None]
+        if unused:
+            raise ValueError(
+                f"{', '.join(unused)}: no effect with --no-recurrence, which carries nothing. Leave it out."
+            )
 
 
 @dataclass(frozen=True)
 class TrainSettings(RecurrentSettings):
-    """Everything that decides what `carryforward train` makes."""
+    """Settings of `carryforward train`. The optimisation defaults are the paper's protocol."""
 
-    validation_data: str | None = _data(None, "Take validation text from elsewhere.")
-    validation: bool = _data(True, "Validate while training, and keep the best.")
+    validation_data: str | None = _data(None, "Corpus to validate on.", shown="a split of --data")
+    validation: bool = _data(True, "Do not validate during training: keep the last weights, not the best.")
     text_field: str = _data("text", TEXT_FIELD)
-    checksums: str | None = _data(None, "Folder of PG-19's published checksums, to check its books against.")
-    max_document_tokens: int | None = _data(None, "Train on the first so many tokens of each document.")
-    max_validation_tokens: int | None = _data(None, "Validate on the first so many tokens of each document.")
+    checksums: str | None = _data(None, "Folder with the published checksums of PG-19, to verify its books.")
+    max_document_tokens: int | None = _data(None, "Use only the first N tokens of each training document.")
+    max_validation_tokens: int | None = _data(None, "Use only the first N tokens of each validation document.")
 
-    windows_per_sample: int = _training(20, "Windows in a training sample.")
-    carry_state: bool = _training(False, "Start a sample with the state of the one before.")
-    learning_rate: tuple[float, ...] = _training((5e-5,), "Of the base model; several are tried first.")
-    recurrence_learning_rate: tuple[float, ...] = _training((1e-3,), "Of the new parameters; likewise.")
-    search_tokens: int = _training(1_000_000, "Tokens each learning rate is tried on.")
-    freeze_base: bool = _training(False, "Train the recurrence module alone.")
-    epochs: float = _training(2, "Passes over the data.")
-    train_tokens: int | None = _training(None, "Stop after so many tokens instead.")
-    eval_tokens: int = _training(2_000_000, "Validate and save every so many tokens.")
-    save_tokens: int | None = _training(None, "Save every so many tokens as well.")
-    batch_size: int = _training(8, "Samples a step, for each process.")
-    accumulate: int = _training(1, "Batches whose gradients are added up for a step.")
-    warmup_steps: int = _training(100, "Steps of linear warm-up; then the rate is constant.")
-    max_grad_norm: float = _training(1.0, "Clip gradients to this norm; 0 does not.")
-    bf16: bool = _training(False, "bfloat16 mixed precision.")
-    fast_path: str = _training("auto", "On a GPU: auto, compiled (from the first window), or off.")
-    seed: int = _training(0, "Seed of everything random.")
+    windows_per_sample: int = _optimisation(20, "Windows in a training sample.")
+    carry_state: bool = _optimisation(False, "Start a sample with the final state of the previous one.")
+    learning_rate: tuple[float, ...] = _setting(
+        (5e-5,), "Learning rate of the base model. Several values start a search."
+    )
+    recurrence_learning_rate: tuple[float, ...] = _optimisation(
+        (1e-3,), "Learning rate of the added parameters. Several values start a search."
+    )
+    search_tokens: int = _optimisation(1_000_000, "Tokens to train on for each learning rate of a search.")
+    freeze_base: bool = _optimisation(False, "Train only the added parameters.")
+    epochs: float = _setting(2, "Passes over the training data.")
+    train_tokens: int | None = _optimisation(None, "Train on N tokens; replaces --epochs.")
+    eval_tokens: int = _run(2_000_000, "Validate and save a checkpoint every N tokens.")
+    save_tokens: int | None = _run(None, "Save a checkpoint every N tokens as well.")
+    batch_size: int = _setting(8, "Samples per batch and process.")
+    accumulate: int = _optimisation(1, "Gradient accumulation: batches per optimizer step.")
+    warmup_steps: int = _optimisation(100, "Steps of linear warm-up. The learning rate is constant afterwards.")
+    max_grad_norm: float = _optimisation(1.0, "Clip gradients to this norm; 0 disables clipping.")
+    bf16: bool = _setting(False, MIXED_PRECISION)
+    fast_path: str = _run("auto", "CUDA graphs on a GPU: auto, compiled (compile at once) or off.")
+    seed: int = _run(0, "Random seed.")
 
     def __post_init__(self) -> None:
         _at_least(1, self, "max_document_tokens", "max_validation_tokens", "windows_per_sample", "search_tokens",
@@ -119,70 +182,77 @@ class TrainSettings(RecurrentSettings):
         for name in ("learning_rate", "recurrence_learning_rate"):
             rates = getattr(self, name)
             if not rates or not all(0 < rate < math.inf for rate in rates):
-                raise ValueError(f"{flag(name)} {' '.join(map(str, rates))}: rates are numbers above 0.")
+                raise ValueError(f"{flag(name)} {' '.join(map(str, rates))}: learning rates must be above 0.")
         if self.fast_path not in FAST_PATHS:
-            raise ValueError(f"--fast-path {self.fast_path}: it is one of {', '.join(FAST_PATHS)}.")
+            raise ValueError(f"--fast-path {self.fast_path}: it must be one of {', '.join(FAST_PATHS)}.")
         if not 0 < self.epochs < math.inf:
             raise ValueError(f"--epochs {self.epochs}: it must be above 0.")
         if self.freeze_base and not self.recurrence:
-            raise ValueError("--freeze-base trains the recurrence alone and --no-recurrence the rest: choose one.")
+            raise ValueError("--freeze-base trains only the recurrence, which --no-recurrence removes: choose one.")
         if self.carry_state and not self.recurrence:
-            raise ValueError("--carry-state carries what --no-recurrence leaves out: choose one.")
+            raise ValueError("--carry-state carries the state, which --no-recurrence removes: choose one.")
         self.recurrence_fields()
 
 
 def flag(name: str) -> str:
+    """The command-line option of a field."""
     return "--" + name.replace("_", "-")
 
 
 def _at_least(least: int, settings: Any, *names: str) -> None:
-    """Refuse smaller numbers; None is what the default is."""
+    """Check the smallest value of settings; None, for the default, passes."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < least:
             raise ValueError(f"{flag(name)} {value}: it must be at least {least}.")
 
 
-def _windows(given: str) -> int | str:
-    if given != "auto" and not (given.isascii() and given.isdecimal()):
-        raise ValueError(f"--keep-windows {given}: give a number from 0, or auto.")
-    return given if given == "auto" else int(given)
+def _windows(value: str) -> int | str:
+    """Parse --keep-windows."""
+    if value != "auto" and not (value.isascii() and value.isdecimal()):
+        raise ValueError(f"--keep-windows {value}: give a number from 0, or auto.")
+    return value if value == "auto" else int(value)
 
 
-def _layers(given: tuple[str, ...]) -> tuple[int, ...] | int | str:
-    if given == ("all",):
+def _layers(values: tuple[str, ...]) -> tuple[int, ...] | int | str:
+    """Parse --insert-at."""
+    if values == ("all",):
         return "all"
     try:
-        layers = tuple(int(layer) for layer in given)
+        layers = tuple(int(value) for value in values)
     except ValueError:
-        raise ValueError(f"--insert-at {' '.join(given)}: give layer numbers from 1, or all.") from None
+        raise ValueError(f"--insert-at {' '.join(values)}: give layer numbers from 1, or all.") from None
     return layers[0] if len(layers) == 1 else layers
 
 
 @dataclass(frozen=True)
 class QuestionSettings(RecurrentSettings):
-    """Everything that decides what `carryforward qa train` makes."""
+    """Settings of `carryforward qa train`."""
 
-    model: str = _setting(MISSING, "An encoder: a Hub name or a folder; with a question-answering head, or none.")
-    data: str = _setting(MISSING, f"Questions: {_QUESTIONS}")
-    window: int | None = _recurrence(None, "Tokens read at once (512, or as many as the model has positions for).")
-    pooled_layers: str | None = _recurrence(None, "all, last, or below (last).")
-    hidden_sizes: tuple[int, ...] | None = _recurrence(None, "Hidden layers of the module (one, the model's width).")
+    model: str = _setting(MISSING, "Encoder, with or without a question-answering head: Hub name or folder.")
+    data: str = _setting(MISSING, f"Questions to train on: {_QUESTIONS}")
+    window: int | None = _setting(
+        None, "Tokens per window.", shown=f"2/3 of the model's positions, or all for paper; at most {PAPER_QA_WINDOW}"
+    )
+    pooled_layers: str | None = _vector(None, _POOLED_LAYERS, shown="last")
+    hidden_sizes: tuple[int, ...] | None = _vector(None, _HIDDEN_SIZES, shown="one, of the model's hidden size")
 
-    validation_data: str | None = _data(None, "Questions to validate on; a twentieth of the documents by default.")
-    join_words: int | None = _data(None, "Join passages to documents of about so many words.")
-    max_questions: int | None = _data(None, "Train on the first so many questions.")
-    max_validation_questions: int | None = _data(None, "Validate on the first so many.")
+    validation_data: str | None = _setting(None, "Questions to validate on.", shown="5% of the documents")
+    join_words: int | None = _data(None, "Join passages into documents of about N words.")
+    max_questions: int | None = _data(None, "Use only the first N training questions.")
+    max_validation_questions: int | None = _data(None, "Use only the first N validation questions.")
 
-    learning_rate: float = _training(2e-5, "Of the base model and its head.")
-    recurrence_learning_rate: float | None = _training(None, "Of the new parameters; the same by default.")
-    epochs: float = _training(4, "Passes over the questions; validation after each, the best is kept.")
-    patience: int | None = _training(None, "Stop after so many epochs without improvement.")
-    batch_size: int = _training(8, "Questions a step, for each process.")
-    accumulate: int = _training(1, "Batches whose gradients are added up for a step.")
-    max_grad_norm: float = _training(1.0, "Clip gradients to this norm; 0 does not.")
-    bf16: bool = _training(False, "bfloat16 mixed precision.")
-    seed: int = _training(0, "Seed of everything random, joining included.")
+    learning_rate: float = _setting(2e-5, "Learning rate of the base model and its head.")
+    recurrence_learning_rate: float | None = _optimisation(
+        None, "Learning rate of the recurrence's parameters.", shown="--learning-rate"
+    )
+    epochs: float = _setting(4, "Passes over the questions. Validates after each and keeps the best.")
+    patience: int | None = _optimisation(None, "Stop after N epochs without improvement.")
+    batch_size: int = _setting(8, "Questions per batch and process.")
+    accumulate: int = _optimisation(1, "Gradient accumulation: batches per optimizer step.")
+    max_grad_norm: float = _optimisation(1.0, "Clip gradients to this norm; 0 disables clipping.")
+    bf16: bool = _setting(False, MIXED_PRECISION)
+    seed: int = _run(0, "Random seed, also of --join-words.")
 
     def __post_init__(self) -> None:
         _at_least(1, self, "join_words", "max_questions", "max_validation_questions", "patience", "batch_size",
@@ -196,20 +266,20 @@ class QuestionSettings(RecurrentSettings):
 
 @dataclass(frozen=True)
 class CorpusSettings:
-    """Text that is read, and not trained on."""
+    """A corpus to read, without training."""
 
     data: str = _setting(PYTHON_DOCS, _CORPUS)
-    split: str | None = _setting(None, "train, validation or test; validation, or all of a single text.")
-    text_field: str = _setting("text", TEXT_FIELD)
+    split: str | None = _setting(None, "train, validation or test.", shown="validation, or all of a single text")
+    text_field: str = _advanced("text", TEXT_FIELD)
 
 
 @dataclass(frozen=True)
 class ScoringSettings(CorpusSettings):
-    """Whole documents that are scored."""
+    """Whole documents to score."""
 
-    max_document_tokens: int | None = _setting(None, "The first so many tokens of each document.")
-    batch_size: int = _setting(8, "Documents read side by side.")
-    bf16: bool = _setting(False, "bfloat16 mixed precision.")
+    max_document_tokens: int | None = _setting(None, "Use only the first N tokens of each document.")
+    batch_size: int = _setting(8, "Documents per batch.")
+    bf16: bool = _advanced(False, MIXED_PRECISION)
 
     def __post_init__(self) -> None:
         _at_least(1, self, "max_document_tokens", "batch_size")
@@ -217,14 +287,14 @@ class ScoringSettings(CorpusSettings):
 
 @dataclass(frozen=True)
 class EvaluateSettings(ScoringSettings):
-    """What `carryforward evaluate` measures. None is what a model was trained at, or else as much as it can read."""
+    """Settings of `carryforward evaluate`. None stands for what a model was trained with, or all its positions."""
 
-    split: str | None = _setting(None, "train, validation or test; test, or all of a single text.")
-    overlap: tuple[int, ...] | None = _setting(None, "One or several; the trained one by default.")
-    window: int | None = _setting(None, "For plain models; all their positions by default.")
-    control: bool = _setting(True, "Score recurrent models without their state as well.")
-    reset_every: int | None = _setting(None, "Empty the state every so many windows.")
-    checksums: str | None = _setting(None, "Folder of PG-19's published checksums.")
+    split: str | None = _setting(None, "train, validation or test.", shown="test, or all of a single text")
+    overlap: tuple[int, ...] | None = _setting(None, f"{OVERLAP} One or several values.", shown=AS_TRAINED)
+    window: int | None = _setting(None, "Tokens per window, of plain models.", shown="all their positions")
+    control: bool = _advanced(True, NO_CONTROL)
+    reset_every: int | None = _advanced(None, "Reset the state every N windows.")
+    checksums: str | None = _advanced(None, "Folder with the published checksums of PG-19, to verify its books.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,30 +303,32 @@ class EvaluateSettings(ScoringSettings):
 
 @dataclass(frozen=True)
 class HorizonSettings(ScoringSettings):
-    """What `carryforward horizon` measures."""
+    """Settings of `carryforward horizon`."""
 
-    depth: tuple[int, ...] | None = _setting(None, "Windows back, several (0 1 2 4 8).")
+    depth: tuple[int, ...] | None = _setting(
+        None, "Numbers of past windows that the state may cover.", shown="0 1 2 4 8"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(depth < 0 for depth in self.depth or ()):
-            raise ValueError(f"--depth {' '.join(map(str, self.depth or ()))}: windows are counted from 0.")
+            raise ValueError(f"--depth {' '.join(map(str, self.depth or ()))}: numbers of windows must be at least 0.")
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """What `carryforward qa evaluate` measures."""
+    """Settings of `carryforward qa evaluate`."""
 
-    data: str = _setting(MISSING, _QUESTIONS)
-    join_words: int | None = _setting(None, "First join passages to documents of about so many words.")
-    max_questions: int | None = _setting(None, "The first so many questions only.")
-    control: bool = _setting(True, "Score recurrent models without their state as well.")
-    max_answer_tokens: int = _setting(MAX_ANSWER_TOKENS, "The longest answer, in tokens.")
-    window: int | None = _setting(None, "For plain models; up to 512 tokens by default.")
-    overlap: int | None = _setting(None, OVERLAP)
-    batch_size: int = _setting(8, "Questions answered side by side.")
-    bf16: bool = _setting(False, "bfloat16 mixed precision.")
-    seed: int = _setting(0, "Of the joining.")
+    data: str = _setting(MISSING, f"Questions: {_QUESTIONS}")
+    join_words: int | None = _advanced(None, "First join passages into documents of about N words.")
+    max_questions: int | None = _setting(None, "Use only the first N questions.")
+    control: bool = _advanced(True, NO_CONTROL)
+    max_answer_tokens: int = _advanced(MAX_ANSWER_TOKENS, "Length limit of an answer, in tokens.")
+    window: int | None = _advanced(None, "Tokens per window, of plain models.", shown="at most 512")
+    overlap: int | None = _advanced(None, OVERLAP, shown=AS_TRAINED)
+    batch_size: int = _setting(8, "Questions per batch.")
+    bf16: bool = _advanced(False, MIXED_PRECISION)
+    seed: int = _advanced(0, "Random seed of --join-words.")
 
     def __post_init__(self) -> None:
         _at_least(1, self, "join_words", "max_questions", "max_answer_tokens", "window", "batch_size")
@@ -264,17 +336,17 @@ class AnswerSettings:
 
 @dataclass(frozen=True)
 class EmbedSettings:
-    """Which vectors `carryforward embed` makes, and of what."""
+    """Settings of `carryforward embed`."""
 
-    what: str = _setting("document", "document, tokens or windows.")
-    pooling: str = _setting("mean", "A document's vector: mean of its tokens, or its last state.")
-    window: int | None = _setting(None, "For plain models: tokens read at once.")
-    overlap: int | None = _setting(None, "Tokens that consecutive windows share.")
-    state: bool = _setting(True, NO_STATE)
-    text_field: str = _setting("text", TEXT_FIELD)
-    id_field: str = _setting("id", "The field that holds a document's id.")
-    on_error: str = _setting("stop", "A line that cannot be read: stop or skip.")
-    batch_size: int = _setting(8, "Documents read side by side.")
+    what: str = _setting("document", "What gets a vector: document, tokens or windows.")
+    pooling: str = _setting("mean", "Vector of a document: mean (of its token vectors) or state (its last state).")
+    window: int | None = _advanced(None, "Tokens per window, of plain models.", shown="at most 512")
+    overlap: int | None = _advanced(None, OVERLAP, shown=AS_TRAINED)
+    state: bool = _advanced(True, NO_STATE)
+    text_field: str = _advanced("text", "Field that holds the text.")
+    id_field: str = _advanced("id", "Field that holds the document's id.")
+    on_error: str = _advanced("stop", "What to do with a line that cannot be read: stop or skip.")
+    batch_size: int = _setting(8, "Documents per batch.")
 
     def __post_init__(self) -> None:
         _at_least(1, self, "window", "batch_size")
@@ -282,25 +354,25 @@ class EmbedSettings:
             raise ValueError(f"--on-error {self.on_error}: it must be stop or skip.")
 
 
-def _sampling(default: Any, help: str) -> Any:
-    return _setting(default, help, "Sampling (the model's own settings by default)")
+_sampling = partial(_setting, panel="Sampling")
+_BY_MODEL = "the model's generation config"
 
 
 @dataclass(frozen=True)
-class WriteSettings:
-    """How `carryforward generate` writes; None leaves a choice to the model's own generation config."""
+class GenerateSettings:
+    """Settings of `carryforward generate`. None leaves a choice to the model's generation config."""
 
-    max_new_tokens: int = _setting(200, "Tokens to write.")
-    overlap: int | None = _setting(None, OVERLAP)
-    state: bool = _setting(True, NO_STATE)
-    dtype: str = _setting("float32", "float32, bfloat16 or float16.")
-    greedy: bool = _sampling(False, "Always the likeliest token, as --temperature 0.")
-    temperature: float | None = _sampling(None, "Of sampling (the model's setting, or 1).")
-    top_k: int | None = _sampling(None, "Sample from so many tokens (the model's setting, or 50).")
-    top_p: float | None = _sampling(None, "Sample from the likeliest that add up to this.")
-    min_p: float | None = _sampling(None, "Nor from those less likely than this times the best.")
-    repetition_penalty: float | None = _sampling(None, "Above 1 disfavours what was written.")
-    seed: int | None = _sampling(None, "The same text again.")
+    max_new_tokens: int = _setting(200, "Tokens to generate.")
+    greedy: bool = _sampling(False, "Always take the most likely token; same as --temperature 0.")
+    temperature: float | None = _sampling(None, "Sampling temperature.", shown=f"{_BY_MODEL}, or 1")
+    top_k: int | None = _sampling(None, "Sample from the K most likely tokens.", shown=f"{_BY_MODEL}, or 50")
+    top_p: float | None = _sampling(None, "Sample from the most likely tokens with this total probability.")
+    min_p: float | None = _sampling(None, "Drop tokens less likely than this fraction of the most likely one.")
+    repetition_penalty: float | None = _sampling(None, "Values above 1 make repetition less likely.")
+    seed: int | None = _sampling(None, "Random seed.", shown="random")
+    overlap: int | None = _advanced(None, OVERLAP, shown=AS_TRAINED)
+    state: bool = _advanced(True, NO_STATE)
+    dtype: str = _advanced("float32", "Data type of the weights: float32, bfloat16 or float16.")
 
     def __post_init__(self) -> None:
         _at_least(1, self, "max_new_tokens", "top_k")
@@ -311,7 +383,7 @@ class WriteSettings:
             ("top_p", "above 0 and at most 1", math.ulp(0), 1.0),
             ("min_p", "from 0 to 1", 0.0, 1.0),
             ("repetition_penalty", "above 0", math.ulp(0), math.inf),
-            ("seed", "at least -2**63 and below 2**64", -(2**63), 2**64 - 1),  # what torch takes
+            ("seed", "at least -2**63 and below 2**64", -(2**63), 2**64 - 1),  # torch's range
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -319,49 +391,46 @@ class WriteSettings:
         unused = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
         unused += ["temperature"] if self.greedy and self.temperature else []
         if self.is_greedy and unused:
-            raise ValueError(f"{flag(unused[0])} has no meaning when the likeliest token is taken. Leave one out.")
+            raise ValueError(f"{flag(unused[0])} has no effect on greedy decoding. Leave out one of the two.")
 
     @property
     def is_greedy(self) -> bool:
         return self.greedy or self.temperature == 0
 
     def sampling(self) -> dict[str, Any]:
-        """As `generate` takes it."""
+        """Keyword arguments of `model.generate`."""
         names = ["repetition_penalty"] + ["temperature", "top_k", "top_p", "min_p"] * (not self.is_greedy)
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return {"do_sample": not self.is_greedy, **given}
+        kwargs = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {"do_sample": not self.is_greedy, **kwargs}
 
 
-def _context(default: Any, help: str) -> Any:
-    return _setting(default, help, "Contexts and what is written after them (the paper's by default)")
-
-
-def _topics(default: Any, help: str) -> Any:
-    return _setting(default, help, "Topics")
+_contexts = partial(_setting, panel="Advanced: contexts and continuations")
+_topics = partial(_setting, panel="Advanced: topics")
 
 
 @dataclass(frozen=True)
 class ContinuationSettings(CorpusSettings):
-    """Everything that decides what `carryforward topics` and `samples` show."""
+    """Settings of `carryforward topics` and `samples`."""
 
-    split: str = _setting("validation", "Where contexts are drawn: train, validation or test.")
-    plain: str | None = _setting(None, "A plain model to compare with; it is given one token.")
+    split: str = _setting("validation", "Split to draw contexts from: train, validation or test.")
+    text_field: str = _contexts("text", TEXT_FIELD)
+    plain: str | None = _setting(None, "Plain model to compare with. It gets a single token of context.")
 
-    contexts: int = _context(300, "How many; the paper has 8000.")
-    context_tokens: int | None = _context(None, "Tokens of a context, which must end with a window (a window).")
-    new_tokens: int = _context(30, "Tokens written after each, the likeliest every time.")
-    batch_size: int = _context(32, "Contexts continued side by side.")
-    bf16: bool = _context(False, "Weights in bfloat16.")
-    seed: int = _context(0, "Of what is drawn: contexts, the start of the fit, the interval.")
+    contexts: int = _setting(300, "Number of contexts. The paper uses 8000.")
+    context_tokens: int | None = _contexts(None, "Tokens per context; it must end with a window.", shown="one window")
+    new_tokens: int = _contexts(30, "Tokens to generate after each context, greedily.")
+    batch_size: int = _setting(32, "Contexts per batch.")
+    bf16: bool = _contexts(False, "Load the weights in bfloat16.")
+    seed: int = _contexts(0, "Random seed of the contexts, the topic model and the confidence interval.")
 
-    topics: int = _topics(20, "How many are fitted.")
-    fit_on: str = _topics("train", "The split whose documents they are fitted on.")
-    fit_documents: int | None = _topics(None, "The first so many documents of it only.")
-    topics_from: str | None = _topics(None, "Take those that an earlier run fitted: its folder lda.")
+    topics: int = _setting(20, "Number of topics to fit.")
+    fit_on: str = _topics("train", "Split to fit the topics on.")
+    fit_documents: int | None = _topics(None, "Fit the topics on the first N documents only.")
+    topics_from: str | None = _topics(None, "Reuse the topics of an earlier run: its folder lda.")
 
     def __post_init__(self) -> None:
         _at_least(1, self, "contexts", "context_tokens", "new_tokens", "batch_size", "topics", "fit_documents")
         _at_least(0, self, "seed")
         for name in ("topics", "fit_on", "fit_documents"):
             if self.topics_from is not None and getattr(self, name) != getattr(type(self), name):
-                raise ValueError(f"{flag(name)} is about topics to be fitted, and --topics-from takes others. Use one.")
+                raise ValueError(f"{flag(name)} is for fitting topics, and --topics-from reuses others. Use one.")

@@ -2,8 +2,8 @@
 """How a document is cut into windows: integers in, integers out (sections 4.2 and 5.4 of the paper).
 
 Indices count the document's own tokens from 0 and every range is half-open. A window knows the tokens it reads and
-the tokens it answers for, so training, evaluation at any overlap and streaming share one loop. Nothing here knows
-about tensors, models or padding.
+the tokens it scores, so training, evaluation at any overlap and streaming share one loop. Nothing here knows about
+tensors, models or padding.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class Window:
 
     Attributes:
         start, end: the tokens that are read.
-        score_from, score_to: the tokens this window answers for and no other does. For a causal model these are
+        score_from, score_to: the tokens this window scores, and no other does. For a causal model these are
             *targets*: token ``i`` is predicted from ``i - 1``. For an encoder they are the positions themselves.
     """
 
@@ -30,16 +30,16 @@ class Window:
 
 
 class Span(NamedTuple):
-    """What a window passes on: positions of it.
+    """The positions of a window that its state is made of.
 
     Attributes:
-        start, stop: those that are pooled; None starts behind each row's own prefix.
-        following: where the next window starts.
+        start, stop: the pooled positions; a start of None means after each row's own prefix.
+        next_start: the position at which the next window starts.
     """
 
     start: int | None
     stop: int
-    following: int
+    next_start: int
 
 
 def schedule(length: int, window: int, overlap: int = 0, *, start: int = 0, score_from: int = 1) -> Iterator[Window]:
@@ -58,7 +58,7 @@ def schedule(length: int, window: int, overlap: int = 0, *, start: int = 0, scor
         length: number of tokens in the document.
         window: tokens read at once (the paper's T).
         overlap: tokens two consecutive windows share.
-        start, score_from: where to go on in a document that has been read in part.
+        start, score_from: where to continue in a document that has been read in part.
     """
     check(window, overlap)
     while score_from < length:
@@ -88,33 +88,33 @@ def encoder_schedule(
     [(0, 8, 0, 6), (4, 12, 6, 10), (8, 16, 10, 14), (12, 17, 14, 17)]
 
     Args:
-        start: first token of the window to go on with, in a document that has been read in part.
-        final: whether the document ends at ``length``. If not, a window is given out only when what follows it
+        start: first token of the next window, in a document that has been read in part.
+        final: whether the document ends at ``length``. If not, a window is returned only once the text that follows
             cannot change it any more.
     """
-    room = check(window, overlap, prefix, suffix)
-    ahead = (overlap + 1) // 2  # of the shared tokens, those that lie farther from an edge in the earlier window
+    capacity = check(window, overlap, prefix, suffix)
+    ahead = (overlap + 1) // 2  # shared tokens that lie farther from an edge in the earlier window
     score_from = start + ahead if start else 0
     while score_from < length:
-        end = min(start + room, length)
-        complete = end < length or final or (end - start == room and overlap == 0)
+        end = min(start + capacity, length)
+        complete = end < length or final or (end - start == capacity and overlap == 0)
         if not complete:
             return
-        score_to = length if end == length else start + room - overlap + ahead
+        score_to = length if end == length else start + capacity - overlap + ahead
         yield Window(start, end, score_from, score_to)
         score_from = score_to
-        start += room - overlap
+        start += capacity - overlap
 
 
 def check(window: int, overlap: int, prefix: int = 0, suffix: int = 0) -> int:
-    """Refuse windows that cannot move forward; give back the room a window has for the document's own tokens."""
-    room = window - prefix - suffix
-    if room < 1:
+    """Refuse windows that cannot move forward; return a window's capacity, its number of document tokens."""
+    capacity = window - prefix - suffix
+    if capacity < 1:
         special = f" after {prefix + suffix} special tokens" if prefix + suffix else ""
         raise ValueError(f"window={window} leaves no room for the document{special}: use a larger window.")
-    if not 0 <= overlap < room:
+    if not 0 <= overlap < capacity:
         raise ValueError(
-            f"overlap={overlap} must be at least 0 and smaller than the {room} document tokens of a window "
+            f"overlap={overlap} must be at least 0 and smaller than the {capacity} document tokens of a window "
             f"(window={window}): use a smaller overlap or a larger window."
         )
-    return room
+    return capacity

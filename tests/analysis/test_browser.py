@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a real browser: headless Chromium, driven by selenium. Skipped where one of the two is missing."""
+"""The page of `carryforward inspect` in headless Chromium, driven by selenium. Skipped where one of them is missing."""
 
 import os
 import shutil
 import time
 
 import pytest
-from test_html_report import NASTY, invented
+from helpers.html_reports import MARKUP, random_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: pip install selenium")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -16,7 +16,7 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="no chromium with its driver here: apt-get install chromium chromium-driver"
+    not (CHROMIUM and DRIVER), reason="Chromium or its driver is missing: apt-get install chromium chromium-driver"
 )
 COUNT = 50_000
 
@@ -28,7 +28,7 @@ def browser():
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,1000"):
         options.add_argument(argument)
-    if hasattr(os, "geteuid") and os.geteuid() == 0:  # Chromium's sandbox is not for root
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # Chromium's sandbox does not run as root
         options.add_argument("--no-sandbox")
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
     yield driver
@@ -36,24 +36,24 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def inspected(tmp_path_factory):
-    """Figures and pieces of a text of 50,000 tokens, and where its page is."""
-    pieces = [*NASTY, *(f" word{i}" if i % 3 else f" w{i}." for i in range(190))]
-    found, pieces, made = invented(COUNT, window=300, pieces=pieces)
+def report(tmp_path_factory):
+    """Gains and pieces of a text of 50,000 tokens, and the address of its page."""
+    pieces = [*MARKUP, *(f" word{i}" if i % 3 else f" w{i}." for i in range(190))]
+    tokens, pieces, page = random_report(COUNT, window=300, pieces=pieces)
     path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(made, encoding="utf-8", newline="")
-    return found, pieces, path.as_uri()
+    path.write_text(page, encoding="utf-8", newline="")
+    return tokens, pieces, path.as_uri()
 
 
 @pytest.fixture
-def opened(browser, inspected):
-    """The page, just opened, and what is known of it."""
-    found, pieces, address = inspected
+def opened(browser, report):
+    """The browser with the page just opened, and the report's gains and pieces."""
+    tokens, pieces, address = report
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [_scheme("light")]})
     browser.get(address)
-    # keys that come before anything is painted are dropped
-    assert settled(lambda: filled(browser)[0])
-    yield browser, found, pieces
+    # keys that arrive before the first paint are dropped
+    assert wait_for(lambda: split_tokens(browser)[0])
+    yield browser, tokens, pieces
     assert browser.get_log("browser") == [], "the console stays empty"
 
 
@@ -76,29 +76,29 @@ def card(browser):
     return browser.execute_script("return document.getElementById('card').innerText")
 
 
-def filled(browser):
-    """How many tokens are elements, and the windows they are in."""
+def split_tokens(browser):
+    """The number of token elements, and the windows that have some."""
     return browser.execute_script(
         "return [document.querySelectorAll('.token').length,"
         " [...document.querySelectorAll('.window')].flatMap((s, w) => s.querySelector('.token') ? [w] : [])]"
     )
 
 
-def settled(wanted):
-    """Wait until something is so; observers run after the next frame."""
+def wait_for(condition):
+    """Wait until a condition is true: observers run after the next frame."""
     for _ in range(100):
-        if wanted():
+        if condition():
             return True
         time.sleep(0.02)
     return False
 
 
-def test_what_is_text_stays_text(opened):
+def test_texts_are_not_interpreted_as_markup(opened):
     browser, _, pieces = opened
     shown = browser.execute_script(
-        "return [...document.querySelectorAll('.text')].map((one) => one.textContent).join('')"
+        "return [...document.querySelectorAll('.text')].map((text) => text.textContent).join('')"
     )
-    assert shown == "".join(pieces).replace("\0", "\ufffd"), "character by character, cut into tokens or not"
+    assert shown == "".join(pieces).replace("\0", "\ufffd"), "every character, in token elements or not"
     assert browser.title.startswith("<script>document.title='2'</script>"), "no script in text or title has run"
     assert browser.execute_script("return document.scripts.length") == 2
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
@@ -109,43 +109,43 @@ def test_what_is_text_stays_text(opened):
         )
 
 
-def test_a_long_word_and_a_narrow_screen_push_nothing_out(opened):
+def test_long_words_and_narrow_screens_do_not_overflow(opened):
     browser, *_ = opened
     browser.execute_script("document.querySelector('.entry span').textContent = 'long'.repeat(600)")
-    wider = "const one = document.querySelector(arguments[0]); return one.scrollWidth - one.clientWidth"
-    assert browser.execute_script(wider, ".panels") <= 0
+    overflow = "const node = document.querySelector(arguments[0]); return node.scrollWidth - node.clientWidth"
+    assert browser.execute_script(overflow, ".panels") <= 0
     size = browser.get_window_size()
     browser.set_window_size(500, 800)
     try:
-        assert browser.execute_script(wider, "html") <= 0
+        assert browser.execute_script(overflow, "html") <= 0
     finally:
         browser.set_window_size(size["width"], size["height"])
 
 
-def test_only_what_is_near_is_cut_into_tokens(opened):
-    browser, found, _ = opened
-    count, windows = filled(browser)
+def test_only_windows_near_the_viewport_have_token_elements(opened):
+    browser, tokens, _ = opened
+    count, windows = split_tokens(browser)
     assert windows[0] == 0
     assert count < 5_000
-    last = len(found.windows) - 1
+    last = len(tokens.windows) - 1
     browser.execute_script("document.querySelector('.window:last-child').scrollIntoView({behavior: 'instant'})")
-    assert settled(lambda: last in filled(browser)[1] and 0 not in filled(browser)[1])
-    assert filled(browser)[0] < 5_000
+    assert wait_for(lambda: last in split_tokens(browser)[1] and 0 not in split_tokens(browser)[1])
+    assert split_tokens(browser)[0] < 5_000
 
 
 def test_pointing_at_a_token_shows_its_figures(opened):
-    browser, found, pieces = opened
+    browser, tokens, pieces = opened
     i = next(i for i in range(301, COUNT) if pieces[i].startswith(" word"))
     press(browser, "n", "n")
     token = browser.find_element("css selector", f'[data-i="{i}"]')
     ActionChains(browser).move_to_element(token).perform()
-    told = card(browser)
-    assert told.startswith(pieces[i].strip())
-    assert f"window 2, token {i - 300}" in told
-    gain = found.gain[i]
-    assert f"{abs(gain):.2f}" in told or f"{abs(gain) - 0.005:.2f}" in told
-    for side in (found.with_state, found.without):
-        assert all(f"<b>{token}</b></script>" in told for token in side.top_ids[i])
+    shown = card(browser)
+    assert shown.startswith(pieces[i].strip())
+    assert f"window 2, token {i - 300}" in shown
+    gain = tokens.gain[i]
+    assert f"{abs(gain):.2f}" in shown or f"{abs(gain) - 0.005:.2f}" in shown
+    for side in (tokens.with_state, tokens.without):
+        assert all(f"<b>{alternative}</b></script>" in shown for alternative in side.top_ids[i])
     classes = token.get_attribute("class").split()
     strong = abs(gain) >= 0.08 * browser.execute_script(
         "return JSON.parse(document.getElementById('data').textContent).scale"
@@ -154,11 +154,11 @@ def test_pointing_at_a_token_shows_its_figures(opened):
     assert ("hurt" in classes) == (strong and gain < 0)
 
 
-def test_the_keyboard_is_enough(opened):
-    browser, found, _ = opened
+def test_navigation_by_keyboard(opened):
+    browser, tokens, _ = opened
     press(browser, Keys.ARROW_RIGHT)
     assert focused(browser) == 0
-    assert "Nothing stands before it" in card(browser)
+    assert "The first token is not predicted" in card(browser)
     press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert focused(browser) == 2
     assert "log-probability" in browser.execute_script("return document.activeElement.getAttribute('aria-label')")
@@ -171,29 +171,29 @@ def test_the_keyboard_is_enough(opened):
     press(browser, Keys.ARROW_UP)
     assert focused(browser) < below
     press(browser, "n")
-    assert focused(browser) == found.windows[1].score_from
+    assert focused(browser) == tokens.windows[1].score_from
     press(browser, "n", "n", "p")
-    assert focused(browser) == found.windows[2].score_from
+    assert focused(browser) == tokens.windows[2].score_from
     assert browser.execute_script(
         "const box = document.activeElement.getBoundingClientRect(); return box.top > 0 && box.bottom < innerHeight"
     )
     press(browser, "+")
     helped = focused(browser)
-    assert helped > found.windows[2].score_from
+    assert helped > tokens.windows[2].score_from
     press(browser, "-")
     assert focused(browser) > helped
-    assert found.gain[helped] > 0 > found.gain[focused(browser)]
+    assert tokens.gain[helped] > 0 > tokens.gain[focused(browser)]
     press(browser, Keys.ESCAPE)
     assert focused(browser) is None
 
 
-def test_a_list_of_keys(opened):
+def test_the_list_of_keys(opened):
     browser, *_ = opened
     shown = "return document.getElementById('help').open"
     press(browser, "?")
     assert browser.execute_script(shown)
     press(browser, "n")
-    assert focused(browser) is None, "keys are the list's while it is open"
+    assert focused(browser) is None, "keys do not reach the text while the list is open"
     press(browser, Keys.ESCAPE)
     assert not browser.execute_script(shown)
     browser.find_element("id", "help-button").click()
@@ -214,18 +214,18 @@ def test_light_and_dark(opened):
     browser.find_element("id", "theme").click()
     assert brightness() == light
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [_scheme("dark")]})
-    assert brightness() == light, "what was chosen stays"
+    assert brightness() == light, "the choice overrides the system's setting"
     browser.refresh()
     assert brightness() == dark
 
 
-def test_words_and_bars_lead_into_the_text(opened):
-    browser, found, pieces = opened
+def test_clicks_on_words_and_bars_go_to_the_text(opened):
+    browser, tokens, pieces = opened
     entry = browser.find_element("css selector", "#words .entry")
     word = entry.find_element("css selector", "span").text
     entry.click()
     assert word.casefold() in pieces[focused(browser)].casefold()
     bar = browser.find_elements("css selector", "#by-window .bar")[10]
     browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('click'))", bar)
-    assert focused(browser) == found.windows[11].score_from
+    assert focused(browser) == tokens.windows[11].score_from
     assert "now" in bar.get_attribute("class")

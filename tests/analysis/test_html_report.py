@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of an inspected text: what is in it, that it is whole and safe, and the command that writes it.
+"""The page of `carryforward inspect`: its content, that texts are escaped, and the command.
 
-Whether it works in a browser is tested in `test_browser`.
+`test_browser` tests the page in a browser.
 """
 
 import base64
@@ -16,44 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import prose
+from helpers.html_reports import random_report
 
 import carryforward as cf
-from carryforward.analysis.html_report import page
-from carryforward.analysis.token_gains import Inspection, Side, inspect
+from carryforward.analysis.token_gains import measure_token_gains
 from carryforward.cli.main import main
 from carryforward.models.loading import load_causal
-from carryforward.windows import schedule
 
 ROOT = Path(__file__).resolve().parents[2]
-NASTY = ["</script><script>document.title='1'</script>", "<script>", "<!--", " {{data}}", "&amp;", "\r\n", "\0", "🙂",
-         "", " a"]  # fmt: skip
-
-
-def invented(count, window=128, seed=0, pieces=None):
-    """An inspection made of random numbers, and its page: nothing to be read by a model."""
-    random = np.random.default_rng(seed)
-    pieces = [(pieces or NASTY)[i % len(pieces or NASTY)] for i in range(count)]
-    ids, windows = np.arange(count) % 400, list(schedule(count, window))
-
-    def side(log_probs):
-        return Side(log_probs, random.integers(0, 400, (count, 5)), -np.sort(random.exponential(2.0, (count, 5))))
-
-    without = -random.exponential(3.0, count)
-    with_state = np.minimum(without + random.normal(0.1, 0.8, count), -1e-3)
-    with_state[: windows[0].score_to] = without[: windows[0].score_to]
-    without[0] = with_state[0] = np.nan
-    attention = random.random((4, 3))
-    attention[0] = np.nan
-    found = Inspection(ids, side(with_state), side(without), windows, attention, random.random(4))
-    origin = {"carryforward": "0", "commit": "unknown", "date": "today", "command": "carryforward inspect <a>",
-              "versions": {"python": "3"}, "hardware": {"cpu": "one"}}  # fmt: skip
-    made = page(found, pieces, lambda ids: [f"<b>{i}</b></script>" for i in ids],
-                title="<script>document.title='2'</script>", model="m", provenance=origin)  # fmt: skip
-    return found, pieces, made
 
 
 class Reader(HTMLParser):
-    """The text of each window, the data, and every tag."""
+    """Parses a page: the text of each window, the data, and all tags."""
 
     def __init__(self, content):
         super().__init__()
@@ -82,57 +56,57 @@ def unpacked(data, name, dtype, side=None):
     return np.frombuffer(base64.b64decode(packed), dtype=dtype)
 
 
-def test_text_stays_text_and_numbers_are_what_they_were():
-    found, pieces, made = invented(1000)
-    read = Reader(made)
+def test_texts_are_escaped_and_numbers_are_exact():
+    tokens, pieces, page = random_report(1000)
+    read = Reader(page)
     text = "".join(pieces).replace("\0", "\ufffd")
     assert "".join(read.texts) == text
-    assert [len(one) for one in read.texts[1:]] == [
-        len("".join(pieces[w.score_from : w.score_to])) for w in found.windows[1:]
+    assert [len(text) for text in read.texts[1:]] == [
+        len("".join(pieces[w.score_from : w.score_to])) for w in tokens.windows[1:]
     ]
     scripts = [attributes for tag, attributes in read.tags if tag == "script"]
-    assert len(scripts) == 2, "the data and the page's own"
+    assert len(scripts) == 2, "the data and the page's own script"
     data = json.loads(read.data)
     assert data["vocabulary"][3] == "<b>3</b></script>"
-    assert "<b>" not in made
-    assert "<h1>&lt;script&gt;document.title=&#x27;2&#x27;&lt;/script&gt;</h1>" in made
-    assert unpacked(data, "lengths", "<u4").tolist() == [len(one.encode("utf-16-le")) // 2 for one in pieces]
-    for number, side in enumerate((found.with_state, found.without)):
+    assert "<b>" not in page
+    assert "<h1>&lt;script&gt;document.title=&#x27;2&#x27;&lt;/script&gt;</h1>" in page
+    assert unpacked(data, "lengths", "<u4").tolist() == [len(piece.encode("utf-16-le")) // 2 for piece in pieces]
+    for number, side in enumerate((tokens.with_state, tokens.without)):
         np.testing.assert_allclose(unpacked(data, "logProbs", "<u2", number)[1:] / -1000, side.log_probs[1:], atol=6e-4)
-        tops = unpacked(data, "topTokens", "<u2", number).reshape(-1, 5)  # every id occurs: a place is the id
+        tops = unpacked(data, "topTokens", "<u2", number).reshape(-1, 5)  # every id occurs: the index is the id
         np.testing.assert_array_equal(tops, side.top_ids)
         np.testing.assert_allclose(
             unpacked(data, "topLogProbs", "<u2", number).reshape(-1, 5) / -1000, side.top_log_probs, atol=6e-4
         )
     assert data["attention"][0] == [None] * 3
-    np.testing.assert_allclose(data["attention"][1:], found.attention[1:], atol=1e-5)
+    np.testing.assert_allclose(data["attention"][1:], tokens.attention[1:], atol=1e-5)
     assert data["summary"]["tokens"] == 1000
 
 
 def test_nothing_is_fetched_and_no_other_script_may_run():
-    _, _, made = invented(300)
-    read = Reader(made)
+    _, _, page = random_report(300)
+    read = Reader(page)
     (policy,) = [a["content"] for tag, a in read.tags if tag == "meta" and "http-equiv" in a]
     assert policy.startswith("default-src 'none'")
     assert "'unsafe-inline'" not in policy.split("script-src")[1].split(";")[0]
     addresses = [value for _, a in read.tags for name, value in a.items() if name in ("src", "href")]
     assert addresses == ["data:,"]
-    assert "http://" not in re.sub(r"http://www\.w3\.org/2000/svg", "", made)  # the name of SVG is no address
-    assert "https://" not in made
+    assert "http://" not in re.sub(r"http://www\.w3\.org/2000/svg", "", page)  # the SVG namespace is not fetched
+    assert "https://" not in page
     ids = [a["id"] for _, a in read.tags if "id" in a]
     assert len(ids) == len(set(ids))
     script = (ROOT / "src" / "carryforward" / "analysis" / "assets" / "page.js").read_text()
-    for wanted in re.findall(r'byId\("([\w-]+)"\)', script):
-        assert wanted in ids, wanted
+    for used in re.findall(r'byId\("([\w-]+)"\)', script):
+        assert used in ids, used
     assert "innerHTML" not in script
 
 
 def test_fifty_thousand_tokens_are_a_few_megabytes():
-    _, _, made = invented(50_000, pieces=[" abcd"])
-    assert 1e6 < len(made.encode()) < 5e6
+    _, _, page = random_report(50_000, pieces=[" abcd"])
+    assert 1e6 < len(page.encode()) < 5e6
 
 
-def test_the_pages_files_are_in_what_is_installed(tmp_path):
+def test_the_wheel_contains_the_assets(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling builds the package: pip install hatchling")
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
@@ -150,10 +124,12 @@ def test_the_pages_files_are_in_what_is_installed(tmp_path):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A folder with a plain and a recurrent model, and texts."""
+    """A folder with a plain model, a recurrent model and texts."""
     folder = tmp_path_factory.mktemp("models")
     prose.save_model(folder / "plain")
-    model = cf.add_recurrence(load_causal(str(folder / "plain")).model, window=16, hidden_sizes=(8,))
+    model = cf.add_recurrence(
+        load_causal(str(folder / "plain")).model, window=16, memory=cf.VectorMemoryConfig(hidden_sizes=(8,))
+    )
     model.save_pretrained(folder / "model")
     prose.tokenizer().save_pretrained(folder / "model")
     (folder / "text.txt").write_text(prose.TOPICS[0][:500] + "<script>document.title='3'</script>")
@@ -172,26 +148,26 @@ def run(*arguments):
 def test_the_command_writes_a_page(models, tmp_path, capsys):
     out = tmp_path / "report.html"
     assert run(models / "model", "--text", models / "text.txt", "--out", out, "--top", "3", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     read = Reader(out.read_text(encoding="utf-8"))
     text = (models / "text.txt").read_text()
     assert "".join(read.texts) == text
     data = json.loads(read.data)
     loaded = load_causal(str(models / "model"))
     ids = loaded.tokenizer(text)["input_ids"]
-    found = inspect(loaded.model, ids, top=3)
-    assert told["tokens"] == len(ids)
-    assert told["perplexity"] == data["summary"]["perplexity"] == pytest.approx(found.with_state.perplexity)
-    assert told["perplexity_without"] == pytest.approx(found.without.perplexity)
-    assert told["bytes"] == out.stat().st_size
-    assert told["commit"] == data["provenance"]["commit"]
+    tokens = measure_token_gains(loaded.model, ids, top=3)
+    assert result["tokens"] == len(ids)
+    assert result["perplexity"] == data["summary"]["perplexity"] == pytest.approx(tokens.with_state.perplexity)
+    assert result["perplexity_without"] == pytest.approx(tokens.without.perplexity)
+    assert result["bytes"] == out.stat().st_size
+    assert result["commit"] == data["provenance"]["commit"]
     assert "<h1>text.txt</h1>" in out.read_text(encoding="utf-8")
-    occur = np.unique([*ids, *found.with_state.top_ids.flat, *found.without.top_ids.flat])
+    occur = np.unique([*ids, *tokens.with_state.top_ids.flat, *tokens.without.top_ids.flat])
     assert data["vocabulary"] == [loaded.tokenizer.decode([i]) for i in occur]
-    np.testing.assert_allclose(np.array(data["attention"][1], float), found.attention[1], atol=2e-5)
+    np.testing.assert_allclose(np.array(data["attention"][1], float), tokens.attention[1], atol=2e-5)
 
 
-def test_options_order_and_standard_input(models, tmp_path, capsys, monkeypatch):
+def test_options_in_any_order_and_standard_input(models, tmp_path, capsys, monkeypatch):
     out, limits = tmp_path / "report.html", ("--max-tokens", "40", "--overlap", "4")
     assert run("--text", models / "text.txt", models / "model", "--out", out, *limits) == 0
     assert "40 tokens in 3 windows" in capsys.readouterr().out
@@ -204,7 +180,8 @@ def test_options_order_and_standard_input(models, tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("model --text short.md --out out.html", "fewer than two windows (32): a state is first used in the second"),
+        ("model --text short.md --out out.html",
+         "fewer than two windows (32): the second window is the first one with a state"),
         ("model --text text.txt --out out.html --max-tokens 20", "the text has 20 tokens"),
         ("plain --text text.txt --out out.html", "is a plain model: it has no state. Make it recurrent"),
         ("model --text empty.txt --out out.html", "empty.txt is empty or only white space"),
@@ -217,16 +194,16 @@ def test_options_order_and_standard_input(models, tmp_path, capsys, monkeypatch)
         ("model --text text.txt --out out.html --overlap 16", "overlap=16"),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_is_said_in_a_sentence(models, monkeypatch, capsys, arguments, message):
+def test_errors_are_one_message(models, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(models)
     assert run(*arguments.split()) in (1, 2)
-    told = capsys.readouterr().err
-    assert message in told
-    assert "Traceback" not in told
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
     assert not (models / "out.html").exists()
 
 
-def test_the_pages_folder_is_made(models, monkeypatch):
+def test_the_folder_of_the_page_is_created(models, monkeypatch):
     monkeypatch.chdir(models)
     assert run("model", "--text", "text.txt", "--out", "new/folder/out.html") == 0
     assert (models / "new" / "folder" / "out.html").exists()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`carryforward topics` and `samples` as people use them; who is in a text."""
+"""The commands `carryforward topics` and `carryforward samples`."""
 
 import importlib.util
 import json
@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import prose
-from test_cli import fail, succeed
+from helpers.commands import fail, succeed
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import carryforward as cf
-from carryforward.analysis import continuations, samples, topics
-from carryforward.analysis.continuations import PLAIN, RECURRENT, REMOVED, TEXT
-from carryforward.analysis.greedy_continuation import draw
-from carryforward.analysis.mentions import People, mentions, people, taken_up
+from carryforward.analysis import continuations, samples, topic_model
+from carryforward.analysis.continuations import PLAIN, RECURRENT, REMOVED, TEXT, draw_contexts
+from carryforward.analysis.mentions import find_people
 from carryforward.data.corpora import open_corpus
 from carryforward.data.documents import tokenise
 from carryforward.models.loading import load_causal
@@ -51,29 +50,29 @@ TAGS = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A plain model, a recurrent one of it, which writes words or spells them, and texts."""
-    folder = tmp_path_factory.mktemp("seeing")
+    """A plain model, a recurrent one with a tokenizer of words and with one of bytes, and texts."""
+    folder = tmp_path_factory.mktemp("analysis")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CARRYFORWARD_CACHE", str(folder / "cache"))
-        patch.setattr(topics, "EVERYWHERE", 0.5)  # ten texts of a stretch each
+        patch.setattr(topic_model, "MAX_CHUNK_SHARE", 0.5)  # ten texts of one chunk each
         prose.save_model(folder / "plain")
         prose.save_topics(folder / "texts", 10)
         plain = load_causal(str(folder / "plain")).model
-        model = cf.add_recurrence(plain, window=16, hidden_sizes=(8,))
+        model = cf.add_recurrence(plain, window=16, memory=cf.VectorMemoryConfig(hidden_sizes=(8,)))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
-                    parameter.normal_(std=0.5)  # or it would write the same whatever the state
+                    parameter.normal_(std=0.5)  # so that the state changes what it writes
         plain.save_pretrained(folder / "plain")
-        for name in ("model", "spelling"):
+        for name in ("model", "bytes"):
             model.save_pretrained(folder / name)
-        for name, tokenizer in {"plain": words(), "model": words(), "spelling": prose.tokenizer()}.items():
+        for name, tokenizer in {"plain": words(), "model": words(), "bytes": prose.tokenizer()}.items():
             tokenizer.save_pretrained(folder / name)
         yield folder
 
 
 def words():
-    """A tokenizer whose tokens are whole words: even a model that has learned nothing then writes some."""
+    """A tokenizer whose tokens are whole words, so that even an untrained model writes known words."""
     level = Tokenizer(models.WordLevel(unk_token="<|unknown|>"))
     level.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["<|end|>", "<|unknown|>"]
@@ -90,23 +89,23 @@ def command(home, out, *more, verb="topics"):
 
 @pytest.fixture(scope="module")
 def measured(home):
-    """A finished run with its table: only to be read."""
-    told = succeed(*command(home, home / "out", "--plain", home / "plain"))
-    return json.loads((home / "out" / "topics.json").read_text()), told
+    """The result of a finished run and its printed table. Do not change its folder."""
+    printed = succeed(*command(home, home / "out", "--plain", home / "plain"))
+    return json.loads((home / "out" / "topics.json").read_text()), printed
 
 
 # --- topics ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_result_from_the_pieces_it_is_made_of(home, measured):
-    result, told = measured
+def test_a_result_is_that_of_its_parts(home, measured):
+    result, printed = measured
     loaded = load_causal(str(home / "model"))
     decode = partial(loaded.tokenizer.decode, skip_special_tokens=True)
     documents = tokenise(open_corpus(str(home / "texts"), "train"), loaded.tokenizer)
-    places = draw(documents, 22, 10)
-    assert result["contexts"] == [[documents.names[i], start] for i, start in places.tolist()]
-    fitted = topics.Topics.load(home / "out" / "lda")
-    rows = [documents[i][start : start + 22].astype(int) for i, start in places]
+    starts = draw_contexts(documents, 22, 10)
+    assert result["contexts"] == [[documents.names[i], start] for i, start in starts.tolist()]
+    fitted = topic_model.Topics.load(home / "out" / "lda")
+    rows = [documents[i][start : start + 22].astype(int) for i, start in starts]
     written = {
         RECURRENT: [_written(loaded.model, row[:16]) for row in rows],
         REMOVED: [_written(loaded.model, row[:16], use_state=False) for row in rows],
@@ -115,22 +114,23 @@ def test_a_result_from_the_pieces_it_is_made_of(home, measured):
     }
     contexts = fitted.distributions(decode(row[:16]) for row in rows)
     for writer, new in written.items():
-        found = topics.divergence(contexts, fitted.distributions(map(decode, new)))
-        assert result["divergences"][writer] == pytest.approx(found, abs=1e-5)
-        assert result["writers"][writer]["mean"] == pytest.approx(found.mean(), abs=1e-9)
-        assert f"| {writer} | {found.mean():.4f} | {found.mean() / np.log(2):.4f} |" in told.out
-    assert len({one["mean"] for one in result["writers"].values()}) == 4, "each writes something else"
+        divergences = topic_model.divergence(contexts, fitted.distributions(map(decode, new)))
+        mean = divergences.mean()
+        assert result["divergences"][writer] == pytest.approx(divergences, abs=1e-5)
+        assert result["writers"][writer]["mean"] == pytest.approx(mean, abs=1e-9)
+        assert f"| {writer} | {mean:.4f} | {mean / np.log(2):.4f} |" in printed.out
+    assert len({row["mean"] for row in result["writers"].values()}) == 4, "each writer writes something else"
     assert list(result["against"]) == [REMOVED, PLAIN]
-    beside = topics.compare(*(result["divergences"][writer] for writer in (RECURRENT, PLAIN)))
-    assert result["against"][PLAIN]["closer"] == beside.closer
+    comparison = topic_model.compare(*(result["divergences"][writer] for writer in (RECURRENT, PLAIN)))
+    assert result["against"][PLAIN]["closer"] == comparison.closer
     texts = {writer: list(map(decode, new)) for writer, new in written.items()}
-    both = [bool(fitted.count([one]).sum() and fitted.count([other]).sum())
-            for one, other in zip(texts[RECURRENT], texts[PLAIN], strict=True)]  # fmt: skip
+    both = [bool(fitted.count([recurrent]).sum() and fitted.count([plain]).sum())
+            for recurrent, plain in zip(texts[RECURRENT], texts[PLAIN], strict=True)]  # fmt: skip
     assert 0 < sum(both) < 10
     pair = (np.array(result["divergences"][writer])[both] for writer in (RECURRENT, PLAIN))
-    assert result["worded"][PLAIN] == pytest.approx({**vars(topics.compare(*pair)), "interval": ANY}, abs=1e-4)
-    alike = np.full((10, 3), 1 / 3)
-    assert result["nothing"] == pytest.approx(topics.divergence(contexts, alike).mean())
+    assert result["worded"][PLAIN] == pytest.approx({**vars(topic_model.compare(*pair)), "interval": ANY}, abs=1e-4)
+    uniform = np.full((10, 3), 1 / 3)
+    assert result["nothing"] == pytest.approx(topic_model.divergence(contexts, uniform).mean())
     assert (home / "out" / "topics.png").stat().st_size > 10_000
     assert {"commit", "versions", "hardware", "settings"} <= result.keys()
     assert result["versions"]["scikit-learn"]
@@ -144,7 +144,7 @@ def _written(model, ids, **more):
     return out[0, ids.shape[1] :].tolist()
 
 
-def test_no_text_in_the_result(home, measured):
+def test_the_result_contains_no_text(home, measured):
     result, _ = measured
     words = {word for top in result["topics"]["top_words"] for word in top}
     text = json.dumps({key: value for key, value in result.items() if key != "command"})
@@ -154,7 +154,7 @@ def test_no_text_in_the_result(home, measured):
     assert words
 
 
-def test_interrupted_and_gone_on_with(home, measured, tmp_path, monkeypatch):
+def test_an_interrupted_run_is_resumed(home, measured, tmp_path, monkeypatch):
     calls, write = [], continuations.continue_greedily
 
     def counted(*args, **kwargs):
@@ -165,28 +165,28 @@ def test_interrupted_and_gone_on_with(home, measured, tmp_path, monkeypatch):
 
     monkeypatch.setattr(continuations, "continue_greedily", counted)
     arguments = command(home, tmp_path, "--plain", home / "plain", "--topics-from", home / "out" / "lda")
-    assert "14 of 30 continuations are kept; the same command goes on" in fail(*arguments, code=130)
+    assert "14 of 30 continuations are saved. Run the same command to resume." in fail(*arguments, code=130)
     succeed(*arguments)
-    assert len(calls) == 5 + 5, "nine batches, of which four were there; one was not finished"
-    again = json.loads((tmp_path / "topics.json").read_text())
-    assert again["divergences"] == measured[0]["divergences"]
+    assert len(calls) == 5 + 5, "nine batches: four were saved, the fifth was interrupted and runs again"
+    resumed = json.loads((tmp_path / "topics.json").read_text())
+    assert resumed["divergences"] == measured[0]["divergences"]
     succeed(*arguments)
     assert len(calls) == 10
     message = fail(*arguments, "--seed", 1, code=2)
-    assert "holds continuations of other settings, data or weights (seed: 0 there, 1 here). Give the same" in message
+    assert "holds continuations of other settings, data or weights (seed: 0 before, 1 now). Use the same" in message
     (tmp_path / "continuations.npz").write_bytes(b"cut short")
     assert "continuations.npz is damaged" in fail(*arguments, code=2)
 
 
 def test_topics_are_fitted_once(home, measured, tmp_path, monkeypatch):
-    monkeypatch.setattr(topics, "fit", None)  # not called again
+    monkeypatch.setattr(topic_model, "fit", None)  # a second call fails
     shutil.copytree(home / "out", tmp_path / "out")
     succeed(*command(home, tmp_path / "out", "--plain", home / "plain"))
     arguments = command(home, tmp_path / "out", "--plain", home / "plain", "--topics", 2)
     assert "lda holds topics of other settings or data" in fail(*arguments, code=2)
 
 
-def test_what_cannot_be_measured(home, measured, tmp_path, monkeypatch):
+def test_wrong_arguments_are_refused(home, measured, tmp_path, monkeypatch):
     out = tmp_path / "out"
     fitted = ["--topics-from", home / "out" / "lda"]
     few = ["topics", home / "model", "--data", home / "texts", "--out", out, "--split", "train"]
@@ -196,15 +196,15 @@ def test_what_cannot_be_measured(home, measured, tmp_path, monkeypatch):
     assert "is a recurrent model: give a plain one" in fail(
         *command(home, out, *fitted, "--plain", home / "model"), code=2
     )
-    assert "no document that is so long" in fail(*command(home, out, *fitted, "--context-tokens", 16_000), code=2)
-    assert "a context must end where a window does: 16, 32" in fail(
+    assert "no document is that long" in fail(*command(home, out, *fitted, "--context-tokens", 16_000), code=2)
+    assert "a context must end where a window ends: use 16, 32" in fail(
         *command(home, out, *fitted, "--context-tokens", 20), code=2
     )
     assert "--contexts 0: it must be at least 1" in fail(*command(home, out, "--contexts", 0), code=2)
     assert "holds no fitted topics" in fail(*command(home, out, "--topics-from", tmp_path), code=2)
     for more in (["--topics", 7], ["--fit-documents", 2], ["--fit-on", "test"]):
-        told = fail(*command(home, out, *fitted, *more), code=2)
-        assert f"{more[0]} is about topics to be fitted, and --topics-from takes others" in " ".join(told.split())
+        message = fail(*command(home, out, *fitted, *more), code=2)
+        assert f"{more[0]} is for fitting topics, and --topics-from reuses others" in " ".join(message.split())
     monkeypatch.setitem(sys.modules, "sklearn", None)
     assert "pip install carryforward[topics]" in fail(*command(home, out), code=1)
 
@@ -216,23 +216,27 @@ def test_what_cannot_be_measured(home, measured, tmp_path, monkeypatch):
     ("closer", "contexts", "interval", "holds"),
     [
         (640, 1000, (-0.08, -0.05), True),
-        (620, 1000, (-0.08, -0.05), None),  # 60 % is within what chance does
-        (59, 90, (-0.08, -0.05), None),  # more than 60 %, but it may be chance
+        (620, 1000, (-0.08, -0.05), None),  # 60 % is inside the interval
+        (59, 90, (-0.08, -0.05), None),  # more than 60 %, but not significant
         (57, 100, (-0.08, -0.05), None),
-        (540, 1000, (-0.08, -0.05), False),  # closer, but clearly not so often
+        (540, 1000, (-0.08, -0.05), False),  # closer on average, but in clearly less than 60 %
         (640, 1000, (0.01, 0.05), False),
     ],
 )
 def test_claim_c6_is_judged_as_the_paper_states_it(closer, contexts, interval, holds):
-    path = Path(__file__).parents[2] / "experiments" / "topics" / "run.py"
+    path = Path(__file__).parents[2] / "experiments" / "other" / "topics" / "run.py"
     if not path.exists():
         pytest.skip("experiments are not part of a source distribution")
     spec = importlib.util.spec_from_file_location("topics_experiment", path)
     experiment = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(experiment)
-    found = {"share": closer / contexts, "interval": interval, "p": topics.sign_test(closer, contexts - closer)}
-    result = {"against": {PLAIN: found}, "contexts": [None] * contexts,
-              "worded": {PLAIN: found},
+    comparison = {
+        "share": closer / contexts,
+        "interval": interval,
+        "p": topic_model.sign_test(closer, contexts - closer),
+    }
+    result = {"against": {PLAIN: comparison}, "contexts": [None] * contexts,
+              "worded": {PLAIN: comparison},
               "writers": {writer: {"mean": 0.5, "bits": 0.7} for writer in (RECURRENT, PLAIN)}}  # fmt: skip
     assert experiment.c6(result).holds is holds
 
@@ -240,40 +244,40 @@ def test_claim_c6_is_judged_as_the_paper_states_it(closer, contexts, interval, h
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 
-def test_tables_in_which_text_stays_text(home, measured, tmp_path):
-    """Documents full of markup, whose every context has some."""
-    evil = "<script>alert(1)</script> | *Anna* [x](y) saw & Anna; then `Anna` he_said_ so & Anna wept. "
+def test_texts_are_escaped_in_tables(home, measured, tmp_path):
+    """Every context contains markup."""
+    markup = "<script>alert(1)</script> | *Anna* [x](y) saw & Anna; then `Anna` he_said_ so & Anna wept. "
     (tmp_path / "texts").mkdir()
     for number in range(4):
-        (tmp_path / "texts" / f"<b>{number}.txt").write_text(evil * 20)
-    told = succeed("samples", home / "spelling", "--data", tmp_path / "texts", "--split", "train", "--contexts", 6,
+        (tmp_path / "texts" / f"<b>{number}.txt").write_text(markup * 20)
+    printed = succeed("samples", home / "bytes", "--data", tmp_path / "texts", "--split", "train", "--contexts", 6,
                    "--context-tokens", 160, "--new-tokens", 8, "--topics-from", home / "out" / "lda",
                    "--rows", 3, "--out", tmp_path / "out", "--device", "cpu")  # fmt: skip
     page, table = ((tmp_path / "out" / name).read_text() for name in ("samples.html", "samples.md"))
     for text in (page, table):
         assert "&lt;script&gt;" in text
         assert set(re.findall(r"</?(\w+)", text)) <= TAGS
-        assert "&lt;b&gt;" in text, "names of documents too"
+        assert "&lt;b&gt;" in text, "names of documents are escaped too"
     assert "http" not in page
     rows = [line for line in table.splitlines() if line.startswith("| …")]
     assert len(rows) >= 3
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {6}, "a bar of the text makes no column"
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {6}, "a bar in a text does not start a column"
     result = json.loads((tmp_path / "out" / "samples.json").read_text())
     assert result["people"]["with_names"] == 6
     assert result["settings"]["seed"] == 0
     assert [row["about"] for row in result["rows"]["people"]] == ["Anna, he"] * 3
-    itself = result["people"]["taken_up"][TEXT]["names"]
-    assert f"| {TEXT} | {itself} ({itself / 6:.1%}) |" in told.out
+    count = result["people"]["taken_up"][TEXT]["names"]
+    assert f"| {TEXT} | {count} ({count / 6:.1%}) |" in printed.out
     assert "alert" not in json.dumps(result["rows"])
 
 
-def test_rows_are_the_first_of_their_topics(home, measured, tmp_path):
+def test_rows_are_the_first_contexts_of_their_topics(home, measured, tmp_path):
     shutil.copytree(home / "out", tmp_path / "out")
     succeed(*command(home, tmp_path / "out", "--plain", home / "plain", verb="samples"))
     result = json.loads((tmp_path / "out" / "samples.json").read_text())
-    places = [[row["document"], row["start"]] for row in result["rows"]["topic"]]
-    assert 1 <= len(places) <= 3
-    numbers = [measured[0]["contexts"].index(place) for place in places]
+    sources = [[row["document"], row["start"]] for row in result["rows"]["topic"]]
+    assert 1 <= len(sources) <= 3
+    numbers = [measured[0]["contexts"].index(source) for source in sources]
     assert 0 in numbers, "the first context is the first of its topic"
     for row, number in zip(result["rows"]["topic"], numbers, strict=True):
         for writer, values in measured[0]["divergences"].items():
@@ -281,42 +285,12 @@ def test_rows_are_the_first_of_their_topics(home, measured, tmp_path):
 
 
 def test_rows_with_their_texts():
-    """For a notebook: each row beside the text it was made of."""
-    found = continuations.Continuations(
-        places=np.array([[0, 5], [1, 7]]), names=["a", "b"], contexts=["no one", "Then Anna came, and Anna left."],
-        written={RECURRENT: ["x", "Anna"], TEXT: ["y", "z"]}, about={},
+    example = continuations.Continuations(
+        starts=np.array([[0, 5], [1, 7]]), names=["a", "b"], contexts=["no one", "Then Anna came, and Anna left."],
+        written={RECURRENT: ["x", "Anna"], TEXT: ["y", "z"]}, metadata={},
     )  # fmt: skip
-    table = samples.by_people(found, [people(text) for text in found.contexts])
-    assert samples.with_texts(table, found) == [
-        {"document": "b", "start": 7, "about": "Anna", "context": found.contexts[1], RECURRENT: "Anna", TEXT: "z",
+    rows = samples.by_people(example, [find_people(text) for text in example.contexts])
+    assert samples.with_texts(rows, example) == [
+        {"document": "b", "start": 7, "about": "Anna", "context": example.contexts[1], RECURRENT: "Anna", TEXT: "z",
          "notes": {RECURRENT: "Anna", TEXT: "nobody"}}
     ]  # fmt: skip
-
-
-# --- people ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "names", "pronouns"),
-    [
-        ("Then Mary rose, and Mary spoke.", ("Mary",), ()),
-        ("Mary rose. Mary spoke.", (), ()),  # a sentence may begin with any word
-        ("Then Mary rose. He called Tom, and Mary too.", ("Mary",), ("he",)),  # Tom is named once
-        ('"Come," said Mary\'s aunt to Mary. "But why?"', ("Mary",), ()),
-        ("the Rose that Rose saw was a rose", (), ()),  # in small letters too
-        ("on Monday and Monday, when Mr. Bell met Mr. Bell", (), ()),  # a full stop may end a sentence
-        ("the NASA and the NASA of I and I", (), ()),
-        ("her own, their own; It hit them", (), ("she", "they")),
-        ("", (), ()),
-    ],
-)
-def test_who_is_in_a_text(text, names, pronouns):
-    assert people(text) == People(names, pronouns)
-
-
-def test_who_is_taken_up():
-    before = People(("Mary", "Tom"), ("he",))
-    text = "She gave Tom's hat to him, and his to Maryland."
-    assert taken_up(before, text) == People(("Tom",), ("he",))
-    assert [text[start:end] for start, end, _ in mentions(before, text)] == ["Tom", "him", "his"]
-    assert not taken_up(before, "Someone else, she said.")

@@ -9,7 +9,7 @@ from helpers.cli_runner import invoke
 from typer.main import get_command
 
 from carryforward.cli.main import app
-from carryforward.cli.options import spread
+from carryforward.cli.options import repeat_flags
 from carryforward.data import python_docs
 
 
@@ -86,4 +86,4 @@ def test_text_takes_several_files():
         ("qa train --learning-rate 1e-3 1e-5", "qa train --learning-rate 1e-3 1e-5"),  # takes one: click refuses two
         ("inspect m --text a b", "inspect m --text a b"),
     ):
-        assert spread(words.split(), command) == expected.split()
+        assert repeat_flags(words.split(), command) == expected.split()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from carryforward import windows
 from carryforward.data.documents import Documents
-from carryforward.data.samples import Order, Samples, collate, cut
+from carryforward.data.samples import EpochSampler, Samples, collate, sample_spans
 
 SHAPES = st.integers(1, 12).flatmap(lambda window: st.tuples(st.just(window), st.integers(0, window - 1)))
 
@@ -19,7 +19,7 @@ def test_every_target_is_scored_once(length, shape, windows_per_sample):
     window, overlap = shape
     scored = [
         target
-        for start, stop, score_from in cut(length, window, overlap, windows_per_sample)
+        for start, stop, score_from in sample_spans(length, window, overlap, windows_per_sample)
         for target in range(score_from, stop)
     ]
     assert scored == list(range(1, length))
@@ -31,7 +31,7 @@ def test_a_sample_is_read_in_the_documents_own_windows(length, shape, windows_pe
     whole = [(w.start, w.end) for w in windows.schedule(length, window, overlap)]
     pieces = [
         (start + w.start, start + w.end)
-        for start, stop, _ in cut(length, window, overlap, windows_per_sample)
+        for start, stop, _ in sample_spans(length, window, overlap, windows_per_sample)
         for w in windows.schedule(stop - start, window, overlap)
     ]
     assert pieces == whole
@@ -68,17 +68,17 @@ def test_batches_are_padded_on_the_right():
 
 
 def test_an_epoch_has_every_sample_once_and_is_filled_up():
-    order = Order(10, multiple=4, seed=3)
+    order = EpochSampler(10, multiple=4, seed=3)
     first = list(order)
     assert sorted(first) == [*range(10), 10, 10]
     assert len(order) == 12
     assert first[-2:] == [10, 10], "the empty sample"
     order.set_epoch(1)
     assert list(order) != first
-    assert list(Order(10, 4, seed=4)) != first
-    assert list(Order(10, 4, seed=3)) == first
+    assert list(EpochSampler(10, 4, seed=4)) != first
+    assert list(EpochSampler(10, 4, seed=3)) == first
     # two processes that take batches in turn, as Accelerate has them do, see what one sees
-    assert list(Order(10, 2 * 2, seed=3)) == first
+    assert list(EpochSampler(10, 2 * 2, seed=3)) == first
 
 
 def test_the_empty_sample_scores_nothing():

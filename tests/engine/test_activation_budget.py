@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows that keep their activations: the same numbers, fewer passes, and only as many as there is room for."""
+"""Windows that keep their activations: the same numbers, fewer passes, and only as many windows as fit in memory."""
 
 import pytest
 import torch
@@ -8,18 +8,18 @@ from torch.testing import assert_close
 
 from carryforward.engine import activation_budget, bptt
 
-IDS = tiny.documents(2, 49)  # at window 8 and overlap 0: six windows, and the targets of the last are all there
+IDS = tiny.documents(2, 49)  # with window=8 and overlap=0: six full windows, and the target of the last token
 WINDOWS = 6
 
 
-def kind(model, rows):
-    """The known kind of windows with so many rows and a state."""
-    (found,) = (kind for kind in model.activation_budget._sizes if kind[:3] == (rows, 8, True))
-    return found
+def shape_key(model, rows):
+    """The measured shape of windows with so many rows and a state."""
+    (key,) = (key for key in model.activation_budget._sizes if key[:3] == (rows, 8, True))
+    return key
 
 
 def passes(model, ids=IDS):
-    """A step's gradients, and how often the base model was run for them."""
+    """The gradients of a step, and how often the base model ran for them."""
     count = []
     handle = model.backbone.register_forward_hook(lambda *args: count.append(1))
     torch.manual_seed(1)
@@ -35,18 +35,18 @@ def test_kept_windows_give_the_same_numbers_in_fewer_passes(name, training):
     results = {}
     for keep in (0, 1, 4, WINDOWS, 100):
         results[keep], count = passes(tiny.recurrent(name, overlap=0, keep_windows=keep).train(training))
-        # the last window is never run without a graph; a window that is kept is run once
+        # The last window never runs without a graph; a kept window runs once.
         assert count == (2 * WINDOWS - 1 if keep == 0 else 2 * WINDOWS - min(keep, WINDOWS))
     for keep in (1, 4, WINDOWS, 100):
-        for key, expected in results[0].items():
-            assert torch.equal(results[keep][key], expected), (keep, key)
+        for name, expected in results[0].items():
+            assert torch.equal(results[keep][name], expected), (keep, name)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 @pytest.mark.parametrize("lengths", [(45, 45, 45), (45, 43, 41), (45, 30, 9)], ids=str)
-def test_windows_that_stand_alone_run_side_by_side(name, lengths):
-    """As many as may be in memory together, with the numbers of one after the other. Encoders' are not, nor those of
-    rows with other numbers of windows."""
+def test_windows_without_a_state_run_in_parallel(name, lengths):
+    """As many as may be in memory together, with the same numbers as one after the other. Those of encoders do not,
+    nor those of rows with different numbers of windows."""
     ids = tiny.documents(3, 45)
     mask = (torch.arange(45) < torch.tensor(lengths)[:, None]).long()
     results, counts = {}, {}
@@ -54,20 +54,20 @@ def test_windows_that_stand_alone_run_side_by_side(name, lengths):
         model, count = tiny.recurrent(name, keep_windows=keep), []
         model.backbone.register_forward_hook(lambda *args, count=count: count.append(1))
         out = model(ids, attention_mask=mask, labels=ids, use_state=False)
-        assert len(count) <= 8, "no window is run twice"
+        assert len(count) <= 8, "no window runs twice"
         out.loss.backward()
         results[keep], counts[keep] = tiny.gradients(model) | {"loss": out.loss.detach()}, len(count)
         with torch.no_grad():
             assert_close(model(ids, attention_mask=mask, labels=ids, use_state=False).loss, out.loss.detach())
     windows = counts[0]
-    together = name != "bert" and lengths[-1] > 9
-    assert [counts[keep] for keep in (1, 4, 100)] == [windows, *([-(-windows // 4), 1] if together else [windows] * 2)]
+    parallel = name != "bert" and lengths[-1] > 9
+    assert [counts[keep] for keep in (1, 4, 100)] == [windows, *([-(-windows // 4), 1] if parallel else [windows] * 2)]
     for keep in (1, 4, 100):
         tiny.assert_same_gradients(results[keep], results[0])
 
 
 @pytest.mark.parametrize("head", ["sequence", "token"])
-def test_what_windows_that_stand_alone_give_out_does_not_depend_on_memory(head):
+def test_outputs_without_a_state_do_not_depend_on_kept_windows(head):
     ids = tiny.documents(2, 45)
     for name in ("modernbert", "bert"):
         model = tiny.recurrent(name, head, keep_windows=4)
@@ -77,54 +77,76 @@ def test_what_windows_that_stand_alone_give_out_does_not_depend_on_memory(head):
 
 
 @pytest.mark.parametrize("keep", [0, 3, 8])
-def test_no_more_windows_are_in_memory_than_were_allowed(keep, monkeypatch):
+def test_no_more_windows_run_in_parallel_than_keep_windows(keep, monkeypatch):
     model, sizes = tiny.recurrent("gpt2", overlap=0, keep_windows=keep), []
-    monkeypatch.setattr(bptt._Sweep, "_keep", lambda *args: pytest.fail("there is no second pass to keep a graph for"))
-    model.backbone.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])),
-                                          with_kwargs=True)  # fmt: skip
+    monkeypatch.setattr(
+        bptt._TwoPassRecompute,
+        "_run_and_keep",
+        lambda *args: pytest.fail("there is no second pass to keep a graph for"),
+    )
+    model.backbone.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     ids = tiny.documents(1, 30 * 8)
     model(ids, labels=ids, use_state=False).loss.backward()
     assert sum(sizes) == 30
     assert max(sizes) == max(keep, 1)
 
 
-def test_as_many_windows_are_kept_as_there_is_room_for(monkeypatch):
-    room = 10**9
-    monkeypatch.setattr(activation_budget, "available", lambda device: room)
+def test_as_many_windows_are_kept_as_fit_in_memory(monkeypatch):
+    available = 10**9
+    monkeypatch.setattr(activation_budget, "available_memory", lambda device: available)
     model = tiny.recurrent("gpt2", overlap=0)
     assert model.config.recurrence.keep_windows == "auto"
     expected, count = passes(model)
-    assert count == 2 * WINDOWS - 1, "nothing is known of the windows yet"
-    found, count = passes(model)
+    assert count == 2 * WINDOWS - 1, "the windows were not measured yet"
+    gradients, count = passes(model)
     assert count == WINDOWS
-    tiny.assert_same_gradients(found, expected)
-    to_come = activation_budget.TO_COME * sum(parameter.numel() for parameter in model.parameters())
-    size = model.activation_budget._sizes[kind(model, 2)]
-    for kept in (0, 2):
-        room = to_come + int((kept + 0.5) * size / activation_budget.SHARE["cpu"])
-        found, count = passes(model)
-        assert count == 2 * WINDOWS - max(kept, 1)
-        tiny.assert_same_gradients(found, expected)
+    tiny.assert_same_gradients(gradients, expected)
+    reserved = activation_budget.RESERVED_BYTES * sum(parameter.numel() for parameter in model.parameters())
+    size = model.activation_budget._sizes[shape_key(model, 2)]
+    for fitting in (0, 2):
+        available = reserved + int((fitting + 0.5) * size / activation_budget.MEMORY_SHARE["cpu"])
+        gradients, count = passes(model)
+        assert count == 2 * WINDOWS - max(fitting, 1)
+        tiny.assert_same_gradients(gradients, expected)
 
 
-def test_places_that_are_there_serve_their_own_kind_alone(monkeypatch):
+def test_captured_buffers_serve_only_windows_of_their_shape(monkeypatch):
     cpu, many, few = torch.device("cpu"), (4, 8), (2, 8)
-    monkeypatch.setattr(activation_budget, "available", lambda device: 1000)  # with what is taken, where nothing lives
-    monkeypatch.setitem(activation_budget.SHARE, "cpu", 0.5)
-    allowance = activation_budget.ActivationBudget()
-    allowance.keep = "auto"
-    allowance._sizes = {many: 100, few: 60}
-    assert allowance.windows([many] * 8, [], cpu) == [True] * 5 + [False] * 3
+    monkeypatch.setattr(activation_budget, "available_memory", lambda device: 1000)  # free buffers included
+    monkeypatch.setitem(activation_budget.MEMORY_SHARE, "cpu", 0.5)
+    budget = activation_budget.ActivationBudget()
+    budget.keep = "auto"
+    budget._sizes = {many: 100, few: 60}
+    assert budget.keepable([many] * 8, [], cpu) == [True] * 5 + [False] * 3
     for _ in range(4):
-        allowance.take(many, 110)
-    # half of a thousand may be used, 440 are: room for one of the others, and the places that are there
-    assert allowance.windows([few] * 2 + [many] * 5, [], cpu) == [True, False] + [True] * 4 + [False]
-    assert [allowance.has_room(kind) for kind in (many, few, (8, 8))] == [False, True, False]
-    allowance.release()
-    assert allowance.windows([many] * 8, [], cpu) == [True] * 4 + [False] * 4, "110 each, as was seen"
+        budget.add_buffer(many, 110)
+    # The share is 500, of which buffers take 440: room for one window of few rows, and for four in the buffers.
+    assert budget.keepable([few] * 2 + [many] * 5, [], cpu) == [True, False] + [True] * 4 + [False]
+    assert [budget.has_room(shape) for shape in (many, few, (8, 8))] == [False, True, False]
+    budget.reset_buffers()
+    assert budget.keepable([many] * 8, [], cpu) == [True] * 4 + [False] * 4, "110 each, as measured"
 
 
-def test_smaller_windows_take_no_more_than_larger_ones():
+def test_a_buffer_that_is_given_up_frees_its_memory(monkeypatch):
+    cpu, shape = torch.device("cpu"), (4, 8)
+    monkeypatch.setattr(activation_budget, "available_memory", lambda device: 1000)
+    monkeypatch.setitem(activation_budget.MEMORY_SHARE, "cpu", 0.5)
+    budget = activation_budget.ActivationBudget()
+    budget.keep = "auto"
+    budget._sizes = {shape: 100}
+    budget.keepable([shape], [], cpu)
+    for _ in range(5):
+        budget.add_buffer(shape, 100)
+    assert not budget.has_room(shape)
+    budget.remove_buffer(shape, 100)
+    assert budget.has_room(shape)
+    budget.set_free_buffers([shape])  # three are busy
+    assert budget.keepable([shape] * 4, [], cpu) == [True, True, False, False], "the free buffer, and room for another"
+
+
+def test_smaller_windows_are_taken_to_need_no_more_than_larger_ones():
     model = tiny.recurrent("gpt2", overlap=0, keep_windows="auto")
     passes(model, tiny.documents(3, 49))
     assert passes(model)[1] == WINDOWS, "fewer rows"
@@ -133,26 +155,25 @@ def test_smaller_windows_take_no_more_than_larger_ones():
 
 
 @pytest.mark.parametrize("keep", ["auto", WINDOWS])
-def test_memory_that_others_took_meanwhile_costs_a_second_pass(keep, monkeypatch):
-    """A device on which no window has room beside two others."""
-    model, advance, begin = (
-        tiny.recurrent("gpt2", overlap=0, keep_windows=keep),
-        bptt.Plan.advance,
-        bptt._Sweep.__init__,
-    )
-    failed, sweeps = [], []
+def test_after_running_out_of_memory_windows_are_recomputed(keep, monkeypatch):
+    """On a device where no third window fits."""
+    model = tiny.recurrent("gpt2", overlap=0, keep_windows=keep)
+    run, init = bptt.UnrollSettings.run, bptt._TwoPassRecompute.__init__
+    failed, unrollings = [], []
     for _ in range(2):  # measured, then kept
         model(IDS, labels=IDS).loss.backward()
         expected = tiny.gradients(model)
 
-    def runs_out(plan, i, *rest, **more):
-        if torch.is_grad_enabled() and len(sweeps[-1].kept) == 2:
+    def out_of_memory(settings, i, *args, **kwargs):
+        if torch.is_grad_enabled() and len(unrollings[-1].kept) == 2:
             failed.append(i)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return advance(plan, i, *rest, **more)
+        return run(settings, i, *args, **kwargs)
 
-    monkeypatch.setattr(bptt.Plan, "advance", runs_out)
-    monkeypatch.setattr(bptt._Sweep, "__init__", lambda sweep, *rest: sweeps.append(sweep) or begin(sweep, *rest))
+    monkeypatch.setattr(bptt.UnrollSettings, "run", out_of_memory)
+    monkeypatch.setattr(
+        bptt._TwoPassRecompute, "__init__", lambda self, *args: unrollings.append(self) or init(self, *args)
+    )
     if keep == "auto":
         model(IDS, labels=IDS).loss.backward()
         tiny.assert_same_gradients(tiny.gradients(model), expected)
@@ -162,13 +183,13 @@ def test_memory_that_others_took_meanwhile_costs_a_second_pass(keep, monkeypatch
     assert failed == [2]
 
 
-def test_a_window_takes_what_its_graph_holds():
-    """Counted without the weights, so that twice the rows take nearly twice as much."""
+def test_the_size_of_a_window_is_that_of_its_saved_tensors():
+    """Weights do not count, so that twice the rows need nearly twice as much."""
     model = tiny.recurrent("gpt2", overlap=0)
     passes(model)
     passes(model, tiny.documents(4, 49))
-    one, two = (model.activation_budget._sizes[kind(model, rows)] for rows in (2, 4))
-    assert 1.6 * one < two <= 2 * one
+    two, four = (model.activation_budget._sizes[shape_key(model, rows)] for rows in (2, 4))
+    assert 1.6 * two < four <= 2 * two
 
 
 def test_windows_are_measured_again_when_more_is_trained():
@@ -176,18 +197,18 @@ def test_windows_are_measured_again_when_more_is_trained():
     for trained in (False, True):
         model.base.requires_grad_(trained)
         passes(model)
-    frozen, whole = (size for kind, size in model.activation_budget._sizes.items() if not kind[2])  # of first windows
+    frozen, whole = (size for key, size in model.activation_budget._sizes.items() if not key[2])  # of first windows
     assert whole > 5 * frozen
 
 
-def test_what_is_free_is_known_here():
-    free = activation_budget.available(torch.device("cpu"))
+def test_available_memory_is_plausible():
+    free = activation_budget.available_memory(torch.device("cpu"))
     assert 2**20 < free < 2**50
 
 
-def test_nothing_is_kept_where_nothing_is_known_to_be_free(monkeypatch):
-    monkeypatch.setattr(activation_budget, "_text", lambda path: "")
-    assert activation_budget.available(torch.device("cpu")) == 0
+def test_nothing_is_kept_if_available_memory_is_unknown(monkeypatch):
+    monkeypatch.setattr(activation_budget, "_read_text", lambda path: "")
+    assert activation_budget.available_memory(torch.device("cpu")) == 0
     model = tiny.recurrent("gpt2", overlap=0)
     for _ in range(2):
         assert passes(model)[1] == 2 * WINDOWS - 1

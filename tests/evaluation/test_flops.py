@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs per token: the paper's figures, and what PyTorch counts when a model really runs."""
+"""FLOPs per token: equal to the paper's numbers, and to what PyTorch counts while a model runs."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -20,23 +22,28 @@ def test_the_papers_column(overlap, printed):
     assert flops_per_token(GPT2Config(), 300, overlap).base == pytest.approx(printed, rel=0.005)
 
 
-def test_the_papers_module_costs_little():
+def test_the_papers_memory_costs_little():
     plain = flops_per_token(GPT2Config(), 300)
-    carried = flops_per_token(GPT2Config(), recurrence=cf.RecurrenceConfig(window=300))
+    recurrent = flops_per_token(GPT2Config(), recurrence=cf.RecurrenceConfig(window=300, memory="vector"))
     assert plain.recurrence == 0
-    assert carried.base == plain.base
-    assert 0 < carried.recurrence < 0.001 * carried.base
-    assert carried.vocabulary == 2 * 768 * 50257
+    assert recurrent.base == plain.base
+    assert 0 < recurrent.memory < 0.001 * recurrent.base
+    assert recurrent.vocabulary == 2 * 768 * 50257
 
 
-# --- against PyTorch's own counter ---------------------------------------------------------------------------------
-# It counts matrix products, each with all its entries: exactly, so the tolerance is rounding alone. Eager attention
-# multiplies masked pairs too, which ours leaves out, and pooling by mean is no matrix product: the tests say so term
-# by term.
+# --- compared with PyTorch's counter -------------------------------------------------------------------------------
+# It counts matrix products exactly, so the tolerance is for rounding only. It differs from ours in two terms, which
+# the tests compute: it counts masked pairs, which eager attention multiplies too, and it does not count pooling layers'
+# outputs, which is no matrix product.
+
+
+def attention_width(config):
+    _, size = architecture_of(config).kv_heads(config)
+    return config.num_attention_heads * size
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_base_is_what_a_window_computes(name):
+def test_base_flops_of_a_window(name):
     window = 8
     config = tiny.CONFIGS[name]()
     model = AutoModel.from_config(config, attn_implementation="eager").eval()
@@ -47,17 +54,24 @@ def test_base_is_what_a_window_computes(name):
     measured = sum(sum(counts[f"{type(model).__name__}.{layers}.{number}"].values()) for number in range(tiny.LAYERS))
     masked = tiny.LAYERS * window**2 - sum(flops._pairs(config, window))
     counted = flops_per_token(config, window).base * window
-    assert measured == pytest.approx(counted + 4 * flops._width(config) * masked, rel=1e-9)
+    assert measured == pytest.approx(counted + 4 * attention_width(config) * masked, rel=1e-9)
     assert masked >= 0
 
 
 RECURRENCES = {
     "paper": {},
-    "slots at all layers": {"slots": 3, "insert_at": "all"},
+    "slots in all layers": {"slots": 3, "insert_at": "all"},
     "a state per layer": {"slots": 2, "insert_at": (1, 3), "state_per_layer": True, "pooled_layers": "last"},
     "attention pooling": {"slots": 2, "pooling": "attention"},
-    "kept": {"slots": 0, "kept": 4, "sinks": 1},
-    "kept beside slots": {"slots": 2, "kept": 4},
+    "layers below": {"slots": 2, "insert_at": "all", "pooled_layers": "below"},
+    "attention pooling of layers below": {
+        "slots": 2,
+        "insert_at": "all",
+        "pooled_layers": "below",
+        "pooling": "attention",
+    },
+    "kv": {"slots": 0, "recent": 4, "sinks": 1},
+    "kv and vector": {"slots": 2, "recent": 4},
 }
 
 
@@ -65,40 +79,45 @@ RECURRENCES = {
     *((name, "paper") for name in tiny.CONFIGS),
     *((name, kind) for name in ("gpt2", "qwen3", "bert") for kind in RECURRENCES if kind != "paper"),
 ])  # fmt: skip
-def test_recurrence_is_what_one_more_window_computes(name, kind):
+def test_flops_of_the_memories_in_a_window(name, kind):
     model = tiny.recurrent(name, "none", settings={"_attn_implementation": "eager"}, **RECURRENCES[kind])
-    config = model.config
+    config, base, recurrence = model.config, model.config.base_config, model.config.recurrence
 
     def measure(windows, use_state):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            settings = {} if config.architecture.causal else {"final": True}
-            model(tiny.documents(1, 2 + 6 * windows), use_state=use_state, **settings)
+            kwargs = {} if config.architecture.causal else {"final": True}
+            model(tiny.documents(1, 2 + 6 * windows), use_state=use_state, **kwargs)
         return counter.get_total_flops()
 
-    # A third window and its like without state: the difference is one state pooled and one received.
+    # A third window with a state, less one without: the difference is a state that is read and one that is written.
     measured = (measure(3, True) - measure(2, True)) - (measure(3, False) - measure(2, False))
-    parts = flops._recurrence(config.base_config, config.recurrence, config.recurrence.overlap)
+    cost = flops._window_cost(base, recurrence, recurrence.overlap)
+    counted = sum(memory.flops(cost) for memory in recurrence.memories)
     stride = 8 - 2
-    assert flops_per_token(config).recurrence == pytest.approx(sum(parts.values()) / stride)
+    assert flops_per_token(config).recurrence == pytest.approx(counted / stride)
     assert flops_per_token(config, use_state=False).recurrence == 0
-    recurrence, slots = config.recurrence, config.recurrence.slots
-    masked = slots * recurrence.window + slots**2 / 2 if config.architecture.causal else 0
-    expected = sum(parts.values()) - parts["pool"]
-    assert measured == pytest.approx(
-        expected + 4 * flops._width(config.base_config) * masked * len(config.insertion_layers), rel=1e-9
-    )
+    masked = pooling = 0
+    if (vector := recurrence.find("vector")) is not None:
+        entered = len(vector.insertion_layers(tiny.LAYERS))
+        pooling = 2 * {"all": tiny.LAYERS, "last": 1, "below": entered}[vector.pooled_layers] * 8 * tiny.WIDTH
+        if config.architecture.causal:
+            masked = (vector.slots * recurrence.window + vector.slots**2 / 2) * entered
+    assert measured == pytest.approx(counted - pooling + 4 * attention_width(base) * masked, rel=1e-9)
 
 
-def test_pooling_is_counted_where_it_happens():
-    def pool(overlap=0, **fields):
-        return flops._recurrence(GPT2Config(), cf.RecurrenceConfig(**fields), overlap)["pool"]
+def test_flops_of_pooling():
+    def pooling(overlap=0, **fields):
+        memory = cf.VectorMemoryConfig(**fields)
+        cost = flops._window_cost(GPT2Config(), cf.RecurrenceConfig(memory=memory), overlap)
+        return memory.flops(cost) - memory.flops(dataclasses.replace(cost, pooled=0))
 
-    assert pool() == 2 * 12 * 300 * 768
-    assert pool(pooled_layers="last") == 2 * 300 * 768
-    assert pool(overlap=50) == 2 * 12 * 250 * 768  # trained without overlap: the state must not run further ahead
+    assert pooling() == 2 * 12 * 300 * 768
+    assert pooling(pooled_layers="last") == 2 * 300 * 768
+    # Trained without overlap: the state must not run further ahead of the next window.
+    assert pooling(overlap=50) == 2 * 12 * 250 * 768
 
 
-def test_sliding_windows_cut_attention():
+def test_sliding_windows_reduce_attention():
     full = {**tiny._grouped, "sliding_window": None}
     mistral, plain = tiny.CONFIGS["mistral"](), tiny.hf.MistralConfig(**full)
     assert flops_per_token(mistral, 5) == flops_per_token(plain, 5)
@@ -106,18 +125,18 @@ def test_sliding_windows_cut_attention():
     assert saved * 20 == pytest.approx(tiny.LAYERS * 4 * 16 * (20 - 5) ** 2 / 2)
 
 
-def test_an_encoders_special_tokens_are_read_and_not_scored():
+def test_an_encoders_special_tokens_are_read_but_not_scored():
     config = tiny.recurrent("bert", "none").config
     plain = flops_per_token(config.base_config, 11)
     assert flops_per_token(config, overlap=0).base == pytest.approx(plain.base * 11 / 8)
     assert plain.vocabulary == 0
 
 
-def test_counting_does_not_disturb_random_numbers_or_the_config():
+def test_counting_changes_neither_random_numbers_nor_the_config():
     config = tiny.CONFIGS["gemma3_text"]()
     before, state = config.to_dict(), torch.get_rng_state()
     flops._matrices.cache_clear()
-    flops_per_token(config, recurrence=cf.RecurrenceConfig(window=8))
+    flops_per_token(config, recurrence=cf.RecurrenceConfig(window=8, memory="vector"))
     assert config.to_dict() == before
     assert torch.equal(torch.get_rng_state(), state)
     flops_per_token(config, 8)
@@ -132,8 +151,11 @@ def test_counting_does_not_disturb_random_numbers_or_the_config():
         ({"window": 300, "overlap": -1}, "overlap=-1 must be"),
         ({"window": 0}, "window=0 leaves no room"),
         ({"window": 300.0}, "window=300.0 must be an integer"),
-        ({"recurrence": cf.RecurrenceConfig(insert_at=13)}, "layer 13 does not exist"),
-        ({"recurrence": cf.RecurrenceConfig(slots=8), "overlap": 295}, "fewer than its 8 slots"),
+        ({"recurrence": cf.RecurrenceConfig(memory=cf.VectorMemoryConfig(insert_at=13))}, "layer 13 does not exist"),
+        (
+            {"recurrence": cf.RecurrenceConfig(memory=cf.VectorMemoryConfig(slots=8)), "overlap": 295},
+            "a window has 300 document tokens and needs 303 to carry 8 pooled vectors",
+        ),
     ],
 )
 def test_bad_input(arguments, message):
@@ -147,4 +169,4 @@ def test_bad_configs():
     with pytest.raises(ValueError, match="model of type 't5'"):
         flops_per_token(tiny.hf.T5Config(), 300)
     with pytest.raises(ValueError, match="leave `recurrence` out"):
-        flops_per_token(tiny.recurrent("gpt2").config, recurrence=cf.RecurrenceConfig(window=8))
+        flops_per_token(tiny.recurrent("gpt2").config, recurrence=cf.RecurrenceConfig(window=8, memory="vector"))

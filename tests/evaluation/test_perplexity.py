@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perplexity against loops written out here, on real text: what is scored, once each, and how sums become ratios."""
+"""Perplexity on real text, against straightforward loops: every token is scored once, and ratios come from sums."""
 
 import itertools
 import math
@@ -14,17 +14,17 @@ from carryforward.data.documents import Documents, tokenise
 from carryforward.data.texts import Corpus, Text
 from carryforward.evaluation.perplexity import Perplexity, perplexity
 
-T = 24  # of the plain models
-NATS = 1e-4  # in all, not for each token
+T = 24  # window of the plain models
+NATS = 1e-4  # tolerance of the sum over all tokens
 
 
 @pytest.fixture(scope="module")
 def ids():
-    """The first 2,000 tokens of WikiText's test set, or of Python's documentation where that is not here."""
+    """The first 2,000 tokens of WikiText's test set, or of Python's documentation if that is missing."""
     text = prose.WIKITEXT.read_text(encoding="utf-8")[:20_000] if prose.WIKITEXT.exists() else "".join(prose.TOPICS)
-    found = prose.tokenizer()(text[:20_000])["input_ids"][:2000]
-    assert len(found) == 2000
-    return found
+    tokens = prose.tokenizer()(text[:20_000])["input_ids"][:2000]
+    assert len(tokens) == 2000
+    return tokens
 
 
 def plain(name):
@@ -32,7 +32,7 @@ def plain(name):
 
 
 def recurrent(name="gpt2", **fields):
-    """In double precision, so that a wrong token cannot hide behind rounding."""
+    """In double precision, so that rounding cannot hide a wrong token."""
     return tiny.recurrent(name, settings={"vocab_size": prose.VOCABULARY}, **fields).double()
 
 
@@ -53,12 +53,12 @@ def one_window_at_a_time(model, ids, window, overlap):
 
 
 def some_documents(ids):
-    """Lengths that end inside a window, at its end, one past it, and hardly begin one."""
+    """Documents that end inside a window, at its end, one token after it, or after one or two tokens."""
     borders = np.cumsum([0, 61, 1, 8, 0, 9, 2, 16, 17, 33, 100])
     return [ids[a:b] for a, b in itertools.pairwise(borders)]
 
 
-# --- against loops written out -------------------------------------------------------------------------------------
+# --- against straightforward loops ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [0, 7, T - 1])
@@ -87,11 +87,11 @@ def test_a_recurrent_model_is_scored_as_by_the_papers_equations(ids, name, overl
 
 
 def tied(model):
-    """The output layer under its own name, where it is the input layer's."""
+    """The output layer under its own name: it is tied to the input embeddings."""
     return {"base.lm_head.weight": model.base.lm_head.weight}
 
 
-@pytest.mark.parametrize("overlap", [0, 2, 5])  # made for 2
+@pytest.mark.parametrize("overlap", [0, 2, 5])  # the config has 2
 def test_at_any_overlap_the_state_goes_through_the_whole_document(ids, overlap):
     model = recurrent()
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_without_its_state_a_recurrent_model_is_its_base(ids, overlap):
 
 @pytest.mark.parametrize(("overlap", "windows"), [(0, 1), (2, 3), (2, 1000)])
 def test_reset_every_scores_the_training_samples_one_by_one(ids, overlap, windows):
-    """A sample reads its windows and the target just behind them; the state starts empty."""
+    """A sample reads its windows and the target after them; the state starts empty."""
     model, nats, stride = recurrent(overlap=overlap), 0.0, 8 - overlap
     document = torch.tensor([ids[:203]])
     for start in range(0, 202, windows * stride):
@@ -133,31 +133,31 @@ def test_reset_every_scores_the_training_samples_one_by_one(ids, overlap, window
 
 # --- sums ----------------------------------------------------------------------------------------------------------
 
-WAYS = {"with state": {}, "removed": {"use_state": False}, "reset": {"reset_every": 2}, "other overlap": {"overlap": 5}}
+MODES = {"state": {}, "removed": {"use_state": False}, "reset": {"reset_every": 2}, "other overlap": {"overlap": 5}}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_batched_is_alone_and_splits_add_up(ids, way, monkeypatch):
+@pytest.mark.parametrize("mode", MODES)
+def test_batches_and_splits_do_not_change_the_sum(ids, mode, monkeypatch):
     model, documents = recurrent(), some_documents(ids)
-    alone = sum((perplexity(model, [document], **WAYS[way]) for document in documents), Perplexity())
+    alone = sum((perplexity(model, [document], **MODES[mode]) for document in documents), Perplexity())
     assert alone.tokens == sum(max(len(document) - 1, 0) for document in documents)
     for batch_size, per_call in [(1, 16), (3, 2), (100, 1)]:
         monkeypatch.setattr("carryforward.evaluation.perplexity.WINDOWS_PER_CALL", per_call)
-        together = perplexity(model, documents, batch_size=batch_size, **WAYS[way])
+        together = perplexity(model, documents, batch_size=batch_size, **MODES[mode])
         assert (together.tokens, together.documents) == (alone.tokens, alone.documents)
         assert together.nats == pytest.approx(alone.nats, abs=NATS)
-    halves = perplexity(model, documents[:4], **WAYS[way]) + perplexity(model, documents[4:], **WAYS[way])
+    halves = perplexity(model, documents[:4], **MODES[mode]) + perplexity(model, documents[4:], **MODES[mode])
     assert halves.nats == pytest.approx(alone.nats, abs=NATS)
 
 
 def test_progress_counts_every_token_once(ids):
-    for way in WAYS.values():
+    for mode in MODES.values():
         seen = []
-        score = perplexity(recurrent(), some_documents(ids), progress=seen.append, **way)
+        score = perplexity(recurrent(), some_documents(ids), progress=seen.append, **mode)
         assert sum(seen) == score.tokens
 
 
-def test_documents_too_short_to_predict_anything_count_all_the_same():
+def test_documents_without_targets_are_counted():
     documents = Documents.of([[], [5], [5, 6]], words=[0, 1, 2], bytes=[0, 3, 4])
     for model, window in ((recurrent(), None), (plain("gpt2"), 8)):
         score = perplexity(model, documents, window=window)
@@ -185,14 +185,14 @@ def test_ratios_are_taken_last_and_never_overflow():
     assert math.isnan(Perplexity(nats=1.0, tokens=1).word_perplexity), "without words there is no such thing"
 
 
-# --- the model is left as it was -----------------------------------------------------------------------------------
+# --- the model is unchanged; bad arguments -------------------------------------------------------------------------
 
 
 def test_dropout_is_off_and_every_module_is_as_before(ids):
     model = recurrent()
     expected = perplexity(model, [ids[:100]])
     model.train()
-    model.base.transformer.h[1].eval()  # as someone who froze a layer has it
+    model.base.transformer.h[1].eval()  # as in a model with a frozen layer
     before = [module.training for module in model.modules()]
     assert perplexity(model, [ids[:100]]) == expected
     assert [module.training for module in model.modules()] == before
@@ -203,7 +203,7 @@ def test_dropout_is_off_and_every_module_is_as_before(ids):
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "message"),
+    ("model", "kwargs", "message"),
     [
         (plain("gpt2"), {}, "window is missing"),
         (plain("gpt2"), {"window": 41}, "window=41: this model has 40 positions. Use 40 or less."),
@@ -216,33 +216,33 @@ def test_dropout_is_off_and_every_module_is_as_before(ids):
         (tiny.recurrent("bert"), {}, "perplexity needs a causal language model, not RecurrentForMaskedLM"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(model, given, message):
+def test_bad_arguments_are_refused(model, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        perplexity(model, [[5, 6, 7]], **given)
+        perplexity(model, [[5, 6, 7]], **kwargs)
 
 
 @pytest.mark.parametrize("wrong", [300, -1])
 def test_tokens_of_another_tokenizer_are_refused_without_a_state_too(wrong):
-    for model, given in [(plain("gpt2"), {"window": 8}), (recurrent(), {"use_state": False}), (recurrent(), {})]:
+    for model, kwargs in [(plain("gpt2"), {"window": 8}), (recurrent(), {"use_state": False}), (recurrent(), {})]:
         with pytest.raises(ValueError, match=f"token id {wrong};.*ids from 0 to 299.*tokenizer that belongs to"):
-            perplexity(model, [[5, wrong, 7]], **given)
+            perplexity(model, [[5, wrong, 7]], **kwargs)
 
 
-# --- another's count -----------------------------------------------------------------------------------------------
+# --- against lm-eval -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_lm_evals_rolling_log_likelihood(name):
-    """Equal on whole windows after its prefix token; a last short window it fills up with tokens read before."""
+    """Equal on full windows after its prefix token. It fills up a short last window with earlier tokens; we do not."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm-eval to compare with it")
     instance = pytest.importorskip("lm_eval.api.instance")
     model, tokenizer = plain(name), prose.tokenizer()
     lm = huggingface.HFLM(pretrained=model, tokenizer=tokenizer, max_length=T, batch_size=4)
     whole, ragged = [], []
     for text, windows in zip(prose.TOPICS[:3], (1, 7, 20), strict=True):
-        found = tokenizer(text)["input_ids"]
-        whole.append(found[: windows * T])
-        ragged.append(found[: windows * T + 5])
+        tokens = tokenizer(text)["input_ids"]
+        whole.append(tokens[: windows * T])
+        ragged.append(tokens[: windows * T + 5])
 
     def theirs(documents):
         texts = [tokenizer.decode(document) for document in documents]
@@ -254,7 +254,7 @@ def test_lm_evals_rolling_log_likelihood(name):
         return perplexity(model, [[lm.prefix_token_id, *document] for document in documents], window=T)
 
     assert ours(whole).tokens == 28 * T
-    assert ours(whole).nats == pytest.approx(theirs(whole), abs=1e-3)  # they add up in single precision
+    assert ours(whole).nats == pytest.approx(theirs(whole), abs=1e-3)  # lm-eval adds in single precision
     assert abs(ours(ragged).nats - theirs(ragged)) > 0.1
 
 
@@ -263,6 +263,6 @@ def test_it_is_public():
 
 
 @pytest.mark.parametrize("head", ["masked", "none"])
-def test_encoders_see_what_they_are_asked_for_and_are_refused(head):
+def test_encoders_are_refused(head):
     with pytest.raises(ValueError, match="perplexity needs a causal language model, not Bert"):
         perplexity(tiny.base("bert", head), [[5, 6, 7, 8]], window=8)

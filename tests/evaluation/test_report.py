@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports from hand-made results: every number in them can be read off here."""
+"""Reports on hand-written results, whose numbers are all in this file."""
 
 import copy
 import csv
@@ -14,6 +14,8 @@ import pytest
 
 from carryforward.evaluation import report
 from carryforward.utils import files, provenance
+
+MEMORY = [{"kind": "vector", "slots": 1, "hidden_sizes": [200, 200]}]
 
 
 def row(overlap, perplexity, use_state=True, recurrence=0.0, untrained=False):
@@ -31,7 +33,7 @@ def result(name, rows, recurrent=False, data="pg19", **fields):
         "kind": "evaluation", "carryforward": "0.1.0", "date": "2025-01-01", "seed": 0,
         "versions": {"python": "3.11", "torch": "2.7"},
         "model": {"name": name, "base": "gpt2", "recurrent": recurrent, "window": 300,
-                  "recurrence": {"slots": 1, "hidden_sizes": [200, 200]} if recurrent else None},
+                  "recurrence": {"window": 300, "prefix": [1, 2], "memory": MEMORY} if recurrent else None},
         "data": {"name": data, "split": "test", "documents": 100, "words": 7000, "max_tokens": None},
         "rows": rows, **fields,
     }  # fmt: skip
@@ -78,9 +80,9 @@ def test_line_ends_are_counted_for_wikitext():
 
 
 def test_data_sets_are_kept_apart():
-    other = [result("gpt2", [row(0, 30.0)], data=name) for name in ("wikitext-103", "pg19")]
-    other[1]["data"]["max_tokens"] = 15000
-    text = report.markdown([PLAIN, *other])
+    others = [result("gpt2", [row(0, 30.0)], data=name) for name in ("wikitext-103", "pg19")]
+    others[1]["data"]["max_tokens"] = 15000
+    text = report.markdown([PLAIN, *others])
     assert [line for line in text.splitlines() if line.startswith("#")] == [
         "### pg19, test (100 documents, 7,000 words)",
         "### wikitext-103, test (100 documents, 7,000 words)",
@@ -91,7 +93,7 @@ def test_data_sets_are_kept_apart():
 def test_models_of_like_names_have_files_of_their_own(tmp_path):
     names = ["m/a", "m-a", "../m-a", "x" * 300]
     report.save([result(name, [row(0, 100.0)]) for name in names], tmp_path)
-    assert {one["model"]["name"] for one in report.load(tmp_path)} == set(names)
+    assert {loaded["model"]["name"] for loaded in report.load(tmp_path)} == set(names)
 
 
 def test_windows_and_seeds_are_named_where_they_differ_and_the_newest_counts():
@@ -104,7 +106,9 @@ def test_windows_and_seeds_are_named_where_they_differ_and_the_newest_counts():
     assert "| runs/pg19, window 300, seed 0 | 0 | 1.75e8 | 132.00 | 150.00 |" in text
     assert "| runs/pg19, window 300, seed 1 | 0 | 1.75e8 | 131.00 | – |" in text
     assert "133.02" not in text
-    assert "| runs/pg19, seed 1 | 0 |" in report.markdown([again, reseeded, PLAIN])  # one window: not said
+    assert "| runs/pg19, seed 1 | 0 |" in report.markdown(
+        [again, reseeded, PLAIN]
+    )  # all windows are equal, so they are not named
 
 
 def test_settings_that_change_the_numbers_are_named():
@@ -128,7 +132,7 @@ def test_numbers_that_are_missing_or_huge():
 
 
 def test_csv_has_everything_in_full_precision():
-    lines = list(csv.DictReader(io.StringIO(report.csv([PLAIN, RECURRENT]))))
+    lines = list(csv.DictReader(io.StringIO(report.csv_text([PLAIN, RECURRENT]))))
     assert len(lines) == 5
     for line, original in zip(lines, [*PLAIN["rows"], *RECURRENT["rows"]], strict=True):
         assert float(line["nats"]) == original["nats"]
@@ -138,9 +142,10 @@ def test_csv_has_everything_in_full_precision():
         assert line["data.max_tokens"] == ""
         assert line["versions.torch"] == "2.7"
     assert lines[0]["model.name"] == "gpt2"
-    assert lines[0]["model.recurrence.slots"] == ""
-    assert lines[4]["model.recurrence.hidden_sizes"] == "[200, 200]"
-    assert "model.recurrence" not in lines[0]
+    assert lines[0]["model.recurrence.window"] == ""
+    assert lines[4]["model.recurrence.prefix"] == "[1, 2]"
+    assert json.loads(lines[4]["model.recurrence.memory"]) == MEMORY
+    assert "model.memory" not in lines[0]
 
 
 # --- the figure ----------------------------------------------------------------------------------------------------
@@ -149,10 +154,10 @@ def test_csv_has_everything_in_full_precision():
 def test_figure(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
-    drawn = report.figure([PLAIN, RECURRENT], path)
+    figure = report.figure([PLAIN, RECURRENT], path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [file.name for file in tmp_path.iterdir()] == ["figure.png"]
-    (axes,) = drawn.axes
+    (axes,) = figure.axes
     assert axes.get_xscale() == "log"
     assert axes.get_title(loc="left") == "pg19, test (100 documents, 7,000 words)"
     lines = {line.get_label(): line for line in axes.lines}
@@ -167,14 +172,14 @@ def test_figure(tmp_path):
 
 
 def test_labels_do_not_cover_each_other(tmp_path):
-    """With the paper's table 2, whose first points lie close together."""
+    """In a figure of the paper's table 2, whose first points are close together."""
     pytest.importorskip("matplotlib")
     base = {0: 147.71, 5: 142.30, 10: 139.49, 30: 134.30, 50: 131.25, 75: 128.46, 100: 126.51, 150: 123.53, 200: 121.40}
     ours = {0: 133.02, 5: 128.78, 10: 127.05, 30: 122.22, 50: 119.93}
     rows = [row(o, p) for o, p in ours.items()] + [row(o, base[o] + 2, use_state=False) for o in ours]
     plain, recurrent = result("gpt2", [row(o, p) for o, p in base.items()]), result("recurrent", rows, recurrent=True)
-    drawn = report.figure([plain, recurrent], tmp_path / "figure.png")
-    (axes,) = drawn.axes
+    figure = report.figure([plain, recurrent], tmp_path / "figure.png")
+    (axes,) = figure.axes
     boxes = [text.get_window_extent() for text in axes.texts] + [axes.get_legend().get_window_extent()]
     assert len(boxes) == 9 + 5 + 1
     assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
@@ -185,9 +190,9 @@ def test_labels_do_not_cover_each_other(tmp_path):
 def test_a_panel_for_each_data_set(tmp_path):
     pytest.importorskip("matplotlib")
     wikitext = result("gpt2", [row(0, 30.47), {**row(10, 1.0), "word_perplexity": None}], data="wikitext-103")
-    drawn = report.figure([PLAIN, wikitext], tmp_path / "figure.png")
-    assert [axes.get_title(loc="left").split(",")[0] for axes in drawn.axes] == ["pg19", "wikitext-103"]
-    low, high = drawn.axes[1].get_xlim()
+    figure = report.figure([PLAIN, wikitext], tmp_path / "figure.png")
+    assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == ["pg19", "wikitext-103"]
+    low, high = figure.axes[1].get_xlim()
     assert low < 1.754e8 < high
     assert high > 1.5 * low
 
@@ -197,7 +202,7 @@ def test_without_matplotlib(monkeypatch, tmp_path, caplog):
     with pytest.raises(ImportError, match=r"pip install carryforward\[figures\]"):
         report.figure([PLAIN], tmp_path / "figure.png")
     report.write([PLAIN], tmp_path / "report")
-    assert "figure.png is left out: figure needs matplotlib" in caplog.text
+    assert "figure.png is not drawn: figures need matplotlib" in caplog.text
     assert sorted(file.name for file in (tmp_path / "report").iterdir()) == ["results.csv", "table.md"]
 
 
@@ -218,7 +223,7 @@ def test_write_and_load(tmp_path):
     written = tmp_path / "out" / "report"
     assert sorted(file.name for file in written.iterdir()) == ["figure.png", "results.csv", "table.md"]
     assert (written / "table.md").read_text(encoding="utf-8") == report.markdown(loaded)
-    assert (written / "results.csv").read_text(encoding="utf-8") == report.csv(loaded)
+    assert (written / "results.csv").read_text(encoding="utf-8") == report.csv_text(loaded)
     report.write(loaded[:1], written)
     assert (written / "table.md").read_text(encoding="utf-8") == report.markdown(loaded[:1])
 
@@ -241,7 +246,7 @@ def without(key, part=None):
         (without("model"), "model lacks name"),
     ],
 )
-def test_a_bad_file_is_named_and_passed_over_in_a_folder(tmp_path, text, message):
+def test_a_bad_file_is_an_error_and_is_skipped_in_a_folder(tmp_path, text, message):
     bad = tmp_path / "bad.json"
     bad.write_text(text)
     with pytest.raises(ValueError, match=f"bad.json.*{message}"):
@@ -252,7 +257,7 @@ def test_a_bad_file_is_named_and_passed_over_in_a_folder(tmp_path, text, message
     assert report.load(tmp_path) == [PLAIN]
 
 
-def test_a_damaged_result_in_a_folder_is_mentioned(tmp_path, caplog):
+def test_a_damaged_result_in_a_folder_gives_a_warning(tmp_path, caplog):
     (tmp_path / "good.json").write_text(json.dumps(PLAIN))
     (tmp_path / "cut.json").write_text(json.dumps(PLAIN)[:100])
     report.load(tmp_path)
@@ -262,30 +267,31 @@ def test_a_damaged_result_in_a_folder_is_mentioned(tmp_path, caplog):
 def test_nothing_to_report(tmp_path):
     with pytest.raises(ValueError, match="missing.json does not exist"):
         report.load([tmp_path / "missing.json"])
-    for make in (report.markdown, report.csv, lambda results: report.figure(results, tmp_path / "figure.png")):
+    for make in (report.markdown, report.csv_text, lambda results: report.figure(results, tmp_path / "figure.png")):
         with pytest.raises(ValueError, match="results is empty"):
             make([])
 
 
 def test_reports_need_no_torch():
-    code = "import sys, carryforward.report; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    heavy = {"torch", "transformers", "matplotlib"}
+    code = f"import sys, carryforward.evaluation.report; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(
-    ("typed", "kept"),
+    ("arguments", "recorded"),
     [
         (["/venv/bin/carryforward", "evaluate", "/home/me/runs/a", "--out", "results/b"], "evaluate a --out results/b"),
         (["x/__main__.py", "train", "--data", "b=/data/my books", "--out=/tmp/r"], "train --data 'b=my books' --out=r"),
     ],
 )  # fmt: skip
-def test_a_results_command_does_not_tell_where_things_lie(typed, kept):
-    assert provenance._command(typed) == f"carryforward {kept}"
-    assert provenance._command(["/a/benchmarks/speed.py", *typed[1:]]) == f"speed.py {kept}"
+def test_a_recorded_command_has_no_absolute_paths(arguments, recorded):
+    assert provenance._command(arguments) == f"carryforward {recorded}"
+    assert provenance._command(["/a/benchmarks/speed.py", *arguments[1:]]) == f"speed.py {recorded}"
 
 
-def test_json_is_ascii_whatever_it_says(tmp_path):
-    """Read in any locale it says the same, and file names that are no Unicode can be written."""
+def test_json_files_are_ascii(tmp_path):
+    """So that every locale reads the same text, and file names that are not Unicode can be written."""
     content = {"data": "café", "name": os.fsdecode(b"caf\xe9")}
     files.write_json(tmp_path / "a.json", content)
     assert (tmp_path / "a.json").read_bytes().isascii()

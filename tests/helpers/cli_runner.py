@@ -5,9 +5,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from carryforward.cli.main import app
-from carryforward.cli.options import spread
+from carryforward.cli.options import repeat_flags
 
 
 def invoke(*arguments):
     """The command line, in this process."""
-    return CliRunner().invoke(app, spread(list(map(str, arguments)), get_command(app)))
+    return CliRunner().invoke(app, repeat_flags(list(map(str, arguments)), get_command(app)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for tests of the fast path: CUDA graphs imitated on a CPU, and training steps with and without them."""
+"""Helpers for tests of the fast path: CUDA graphs emulated on the CPU, and training steps with and without them."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ RAGGED_ROWS = (torch.arange(45) < torch.tensor([45, 38, 20])[:, None]).long()  #
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-class Tape(TorchDispatchMode):
-    """Notes every operation on tensors."""
+class OperationLog(TorchDispatchMode):
+    """Records every tensor operation."""
 
     def __init__(self):
         super().__init__()
@@ -29,58 +29,63 @@ class Tape(TorchDispatchMode):
         return result
 
 
-def run_again(function, pool):
-    """A recording without a GPU: the same operations on the same tensors, and not a line of Python again."""
-    with Tape() as tape:
+def capture_on_cpu(function, pool):
+    """As `cuda_graphs.capture`, without a GPU: the replay repeats the tensor operations on the same tensors and runs no
+    other Python code."""
+    with OperationLog() as log:
         results = function()
 
     @torch.no_grad()
-    @torch.autocast("cpu", enabled=False)  # or what was cast, and cast back, is cast once more
-    def again():
-        for operation, args, kwargs, result in tape.operations:
+    @torch.autocast("cpu", enabled=False)  # the log has autocast's own casts already
+    def replay():
+        for operation, args, kwargs, result in log.operations:
             if any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns):
-                continue  # a view: it shows what it is a view of
+                continue  # a view follows its base
             new = operation(*[a.detach() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
             for place, value in zip(tree_leaves(result), tree_leaves(new), strict=True):
                 if isinstance(place, torch.Tensor) and place.data_ptr() != value.data_ptr():
                     place.detach().copy_(value)
 
-    return results, again
+    return results, replay
 
 
 def step(model, ids=IDS, seed=3, **kwargs):
+    """One training step of a model with a loss: its output and gradients."""
     torch.manual_seed(seed)
     out = model(ids, labels=ids, **kwargs)
     out.loss.backward()
     return out, tiny.gradients(model)
 
 
-def both(name, training=False, **fields):
+def model_pair(name, training=False, **fields):
+    """Two equal models: one that always runs eagerly, and one that captures."""
     plain, fast = (tiny.recurrent(name, **fields).train(training) for _ in range(2))
     plain.fast_path = "off"
     return plain, fast
 
 
-def answers(name, training=False, **fields):
+def qa_pair(name, training=False, **fields):
+    """The same for question answering."""
     plain, fast = (tiny.answering(name, **fields).train(training) for _ in range(2))
     plain.fast_path = "off"
     return plain, fast
 
 
-def learn(model, seed=3, mask=RAGGED_ROWS, questions=tiny.QUESTIONS, device="cpu", **kwargs):
-    """A step of a model that answers questions: its output and gradients."""
-    out = asked(model, seed, mask, questions, device, **kwargs)
+def qa_forward(model, seed=3, mask=RAGGED_ROWS, questions=tiny.QUESTIONS, device="cpu", **kwargs):
+    """The output of a question-answering model, with a loss, for as many documents as there are questions."""
+    torch.manual_seed(seed)
+    answers = {"start_positions": torch.tensor([40, -100, 3]), "end_positions": torch.tensor([42, -100, 3]),
+               "answer_kinds": torch.tensor([0, 2, 0])}  # fmt: skip
+    ids, rows = tiny.documents(3, 45, seed).to(device), len(questions)
+    answers = {key: value[:rows].to(device) for key, value in answers.items()}
+    return model(ids[:rows], attention_mask=mask[:rows].to(device), question_ids=questions, **answers, **kwargs)
+
+
+def qa_step(model, seed=3, mask=RAGGED_ROWS, questions=tiny.QUESTIONS, device="cpu", **kwargs):
+    """One training step of a question-answering model: its output and gradients."""
+    out = qa_forward(model, seed, mask, questions, device, **kwargs)
     out.loss.backward()
     return out, tiny.gradients(model)
-
-
-def asked(model, seed=3, mask=RAGGED_ROWS, questions=tiny.QUESTIONS, device="cpu", **kwargs):
-    torch.manual_seed(seed)
-    told = {"start_positions": torch.tensor([40, -100, 3]), "end_positions": torch.tensor([42, -100, 3]),
-            "answer_kinds": torch.tensor([0, 2, 0])}  # fmt: skip
-    ids, rows = tiny.documents(3, 45, seed).to(device), len(questions)
-    told = {key: value[:rows].to(device) for key, value in told.items()}
-    return model(ids[:rows], attention_mask=mask[:rows].to(device), question_ids=questions, **told, **kwargs)
 
 
 def assert_same_answers(out, expected, tolerance=1e-5):
@@ -88,12 +93,13 @@ def assert_same_answers(out, expected, tolerance=1e-5):
         assert_close(out[key], expected[key], rtol=10 * tolerance, atol=tolerance)
 
 
-def recordings_of(model, kind=cuda_graphs.CapturedForward):
-    return [one for some in model.graph_cache._recordings.values() for one in some if isinstance(one, kind)]
+def graphs_of(model, kind=cuda_graphs.CapturedForward):
+    """A model's captured graphs of a kind."""
+    return [graph for graphs in model.graph_cache._graphs.values() for graph in graphs if isinstance(graph, kind)]
 
 
-class Letters:
-    """A tokenizer of characters."""
+class CharacterTokenizer:
+    """One token for each character."""
 
     is_fast = True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real text, a tokenizer of it and a tiny GPT-2 on disk: what a user of the command line has, made on the spot."""
+"""Real text, a tokenizer trained on it and a tiny GPT-2 on disk, as a user of the command line has them."""
 
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -14,7 +14,7 @@ WIKITEXT = Path(__file__).resolve().parents[3] / "shared" / "corpora" / "wikitex
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every text is tokens, and no token stands for nothing but the one that ends a text."""
+    """A byte-level BPE tokenizer: it encodes every text, and has one special token, which ends a text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -29,7 +29,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_model(folder: Path) -> Path:
-    """A tiny plain GPT-2 with its tokenizer."""
+    """Save a tiny plain GPT-2 with its tokenizer."""
     torch.manual_seed(0)
     shape = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
@@ -38,7 +38,7 @@ def save_model(folder: Path) -> Path:
 
 
 def save_topics(folder: Path, count: int = 12) -> Path:
-    """Some topics as text files, the beginning of each."""
+    """Write the beginnings of some topics to text files."""
     folder.mkdir()
     for number, text in enumerate(TOPICS[:count]):
         (folder / f"{number:02}.txt").write_text(text[:1500], encoding="utf-8")

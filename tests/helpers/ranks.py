@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes that work together, for tests."""
+"""Run a function in two processes of one group."""
 
 import faulthandler
 from collections.abc import Callable
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-LIMIT = 120  # seconds after which a process that stands still says where, and ends
+LIMIT = 120  # seconds after which a process that hangs prints its stack and exits
 
 
 def run(work: Callable, folder: Path, *arguments) -> list:
-    """Call `work(rank, *arguments)` in two processes of one group; what each gives back."""
+    """Call `work(rank, *arguments)` in two processes of one group; the result of each."""
     mp.spawn(_enter, (work, str(folder), *arguments), nprocs=2)
     return [torch.load(folder / f"rank-{rank}.pt") for rank in (0, 1)]
 
@@ -22,9 +22,9 @@ def run(work: Callable, folder: Path, *arguments) -> list:
 def _enter(rank: int, work: Callable, folder: str, *arguments) -> None:
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
-    # through a file: a port may be another test's at the same moment
-    meet, limit = f"file://{folder}/meet", timedelta(seconds=LIMIT // 2)
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=limit)
+    # A file, not a port, which another test may be using.
+    store, limit = f"file://{folder}/store", timedelta(seconds=LIMIT // 2)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=limit)
     torch.save(work(rank, *arguments), f"{folder}/rank-{rank}.pt")
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's equations, written out a second time.
+"""A second implementation of the paper's equations.
 
-Every model here is computed from its raw weights: one function per architecture runs one window and keeps what each
-block puts out, with the state's keys and values concatenated before the window's own and no query for the state; one
-function cuts the document, pools, feeds forward and adds up the loss. Nothing of the reference calls Hugging Face or
-the library.
+Every model is computed from its raw weights. One function per architecture runs one window and returns the output of
+each block; the state's keys and values come before the window's own, and the state has no query. One function cuts the
+document, pools, applies the feed-forward network and sums the loss. Nothing here calls Hugging Face or the library.
 """
 
 import math
 
 import torch
 
-WINDOW = 8  # tokens of the document in a window; an encoder's window has three more around them
+WINDOW = 8  # document tokens of a window; an encoder's window has three special tokens in addition
 PREFIX, SUFFIX = (2,), (3, 3)
 
 
@@ -38,7 +37,7 @@ def split(x, heads):
 
 
 def rotate(x, theta):
-    """Rotary positions 0, 1, ... for [B, heads, T, d]: the pair (i, i + d/2) turns by t * theta^(-2i/d)."""
+    """Rotary positions 0, 1, ... for [B, heads, T, d]: the pair (i, i + d/2) is rotated by t * theta^(-2i/d)."""
     length, width = x.shape[-2:]
     angle = torch.arange(length)[:, None] * theta ** (-torch.arange(0, width, 2) / width)
     a, b = x.chunk(2, -1)
@@ -46,22 +45,22 @@ def rotate(x, theta):
 
 
 def attend(q, k, v, causal):
-    """Attention of T queries over S + T keys, the first S of which (the state's) every query sees."""
+    """Attention of T queries over S + T keys; the first S, those of the state, are visible to every query."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if causal:
         queries, keys = scores.shape[-2:]
-        seen = torch.arange(keys)[None] <= torch.arange(queries)[:, None] + keys - queries
-        scores = scores.masked_fill(~seen, -torch.inf)
+        visible = torch.arange(keys)[None] <= torch.arange(queries)[:, None] + keys - queries
+        scores = scores.masked_fill(~visible, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 def gpt2(w, config, ids, states, norm_state=True):
-    """One window of GPT-2: what every block puts out, and the logits. `states` holds [B, S, k] by layer from 1."""
+    """One window of GPT-2: the output of every block, and the logits. `states` has [B, S, k] by layer, from 1."""
 
     def norm(x, name):
         return layer_norm(x, w[name + ".weight"], w[name + ".bias"], config.layer_norm_epsilon)
 
-    def linear(x, name):  # Conv1D: the weight lies [in, out]
+    def linear(x, name):  # Conv1D: the weight is [in, out]
         return x @ w[name + ".weight"] + w[name + ".bias"]
 
     x, blocks = w["transformer.wte.weight"][ids] + w["transformer.wpe.weight"][: ids.shape[1]], []
@@ -79,7 +78,7 @@ def gpt2(w, config, ids, states, norm_state=True):
 
 
 def llama(w, config, ids, states, rotate_state=False):
-    """One window of Llama; the state's keys stay unrotated, as at position 0."""
+    """One window of Llama; the state's keys are not rotated, as at position 0."""
     heads, groups, theta = config.num_attention_heads, config.num_key_value_heads, config.rope_parameters["rope_theta"]
 
     def norm(x, name):
@@ -111,7 +110,7 @@ def llama(w, config, ids, states, rotate_state=False):
 
 
 def bert(w, config, ids, states):
-    """One window of BERT with its masked-language-model head; a post-norm layer takes the state as it is."""
+    """One window of BERT with its masked-language-model head; a post-norm layer does not normalise the state."""
 
     def norm(x, name):
         return layer_norm(x, w[name + ".LayerNorm.weight"], w[name + ".LayerNorm.bias"], config.layer_norm_eps)
@@ -149,7 +148,7 @@ def causal_schedule(length, overlap):
 
 
 def encoder_schedule(length, overlap):
-    """The same for an encoder: the first half of what two windows share, and an odd one, belongs to the earlier."""
+    """The same for an encoder: of shared tokens, the first half (rounded up) belongs to the earlier window."""
     starts = [0]
     while starts[-1] + WINDOW < length:
         starts.append(starts[-1] + WINDOW - overlap)
@@ -184,9 +183,9 @@ def run(
     window, parameters, config, ids, labels, overlap, insert_at=2, state_per_layer=False, bptt_windows=0,
     residual=False, **rest,
 ):  # fmt: skip
-    """The summed loss and the number of scored targets of whole documents, the state carried from window to window."""
+    """The summed loss and the number of scored targets of whole documents, with the state carried across windows."""
     w = {name.removeprefix("base."): p for name, p in parameters.items() if name.startswith("base.")}
-    m = {name.removeprefix("recurrence."): p for name, p in parameters.items() if name.startswith("recurrence.")}
+    m = {name.removeprefix("memory.vector."): p for name, p in parameters.items() if name.startswith("memory.vector.")}
     encoder = window is bert
     before, after = (torch.tensor(x if encoder else (), dtype=torch.long) for x in (PREFIX, SUFFIX))
     layers = range(1, config.num_hidden_layers + 1) if insert_at == "all" else insert_at
@@ -202,13 +201,13 @@ def run(
         blocks, logits = window(w, config, torch.stack(rows), states)
         inside = slice(len(before), len(before) + stop - start)
         at = [t - start - (0 if encoder else 1) for t in targets]  # the position that predicts target t
-        log_p, wanted = logits[:, inside][:, at].log_softmax(-1), labels[:, targets]
-        picked = log_p.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
-        total, count = total - picked[wanted != -100].sum(), count + int((wanted != -100).sum())
+        log_p, expected = logits[:, inside][:, at].log_softmax(-1), labels[:, targets]
+        picked = log_p.gather(-1, expected.clamp(min=0)[..., None])[..., 0]
+        total, count = total - picked[expected != -100].sum(), count + int((expected != -100).sum())
 
         if n < len(schedule):
             outputs = [h[:, inside] for h in blocks]
-            if below:  # each layer's input; attention weighs a position of all of them at once
+            if below:  # each layer's input; attention pooling weights a position of all of them at once
                 beside = torch.cat([outputs[layer - 2] for layer in layers], -1)
                 zs = pool(m, [beside], **pooling | {"pooled_layers": "last"}).chunk(len(layers), -1)
             else:

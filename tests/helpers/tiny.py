@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of every supported architecture, made on the spot: no hub, no downloads, the same weights every time."""
+"""Tiny models of every supported architecture, built without downloads, with the same weights every time."""
+
+import dataclasses
 
 import torch
 import transformers as hf
@@ -62,10 +64,13 @@ CONFIGS = {
 CAUSAL = ["gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi"]
 ENCODERS = [name for name in CONFIGS if name not in CAUSAL]
 LEARNED = [name for name in CONFIGS if not ARCHITECTURES[name].rotary]  # learned positions
-WIDE = {"sliding_window": 64}  # what is kept is seen by every query, also of a layer that looks less far back
+WIDE = {"sliding_window": 64}  # carried keys and values are visible to every query, whatever the sliding window
+
+VECTOR_FIELDS = dataclasses.fields(cf.VectorMemoryConfig)
+TEXT = [list(range(5, VOCABULARY)) * 100]  # to measure position offsets on
 
 QUESTIONS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-FRAME = {"prefix": (2,), "separator": (3, 3), "suffix": (3,)}  # of a question and a document
+FRAME = {"prefix": (2,), "separator": (3, 3), "suffix": (3,)}  # special tokens around a question and a document
 
 HEADS_OF = {
     "causal": hf.AutoModelForCausalLM,
@@ -93,32 +98,59 @@ def base(name: str, head: str | None = None, seed: int = 0, **settings) -> hf.Pr
 
 
 def recurrent(name: str, head: str | None = None, seed: int = 0, settings: dict | None = None, **fields):
-    """A tiny recurrent model whose state is loud enough to be heard: the paper starts it near zero."""
-    defaults = {"window": 8, "overlap": 2, "hidden_sizes": (12, 12)}
+    """A tiny recurrent model with a state large enough to matter: the paper initialises it near zero.
+
+    Fields are those of `RecurrenceConfig` and of the memory configs: see `with_memory`.
+    """
+    defaults = {"window": 8, "overlap": 2}
     if name in ENCODERS:
         defaults |= {"window": 11, "prefix": (2,), "suffix": (3, 3)}
-    model = cf.add_recurrence(base(name, head, seed, **(settings or {})), **{**defaults, **fields})
+    fields = with_memory(**{**defaults, "hidden_sizes": (12, 12), **fields})
+    model = cf.add_recurrence(base(name, head, seed, **(settings or {})), documents=TEXT, **fields)
     torch.manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in model.recurrence.parameters():
+        for parameter in model.memory.parameters():
             parameter.normal_(std=0.6)
     return model
 
 
+def with_memory(**fields):
+    """Fields of `RecurrenceConfig` from its own fields and those of the memory configs.
+
+    There is a vector memory unless slots=0, and a kv memory if `recent` is given.
+    """
+    if "memory" in fields:
+        fields.pop("hidden_sizes", None)
+        return fields
+    vector = {field.name: fields.pop(field.name) for field in VECTOR_FIELDS if field.name in fields}
+    kv = {"recent": fields.pop("recent", 0), "sinks": fields.pop("sinks", 0)}
+    memory = [cf.VectorMemoryConfig(**vector)] if vector.get("slots", 1) else []
+    return {**fields, "memory": [*memory, *([cf.KVMemoryConfig(**kv)] if kv["recent"] else [])]}
+
+
 def untrained(name: str, **fields):
-    """A tiny causal model that carries keys and values, as `add_recurrence` makes it."""
+    """A tiny causal model that carries keys and values, with position offsets of zero."""
     settings = WIDE if name in ("mistral", "gemma3_text") else {}
-    return cf.add_recurrence(base(name, **settings), window=8, slots=0, **fields)
+    fields = with_memory(window=8, slots=0, **fields)
+    return unmeasured(cf.add_recurrence(base(name, **settings), documents=TEXT, **fields))
+
+
+def unmeasured(model):
+    """The same model with position offsets of zero, as a model built from a config has them."""
+    if model.memory.kv.position_offsets is not None:
+        torch.nn.init.zeros_(model.memory.kv.position_offsets)
+        model.memory.kv._measured = False
+    return model
 
 
 def answering(name: str, **fields):
-    """A tiny recurrent model that answers questions, as loud."""
+    """A tiny recurrent question-answering model with a state large enough to matter."""
     torch.manual_seed(0)
-    settings = {"window": 14, "hidden_sizes": (16,), **FRAME, **fields}
-    model = cf.add_recurrence(base(name, "none"), head="question-answering", **settings)
+    fields = with_memory(**{"window": 14, "hidden_sizes": (16,), "pooled_layers": "last", **FRAME, **fields})
+    model = cf.add_recurrence(base(name, "none"), head="question-answering", documents=TEXT, **fields)
     assert isinstance(model, cf.RecurrentForQuestionAnswering)
     with torch.no_grad():
-        for weight in (*model.recurrence.parameters(), *model.kinds.parameters()):
+        for weight in (*model.memory.parameters(), *model.kinds.parameters()):
             weight.normal_(std=0.5, generator=torch.Generator().manual_seed(1))
     return model.eval()
 
@@ -130,10 +162,10 @@ def documents(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients by name, and a clean model."""
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    """The gradients by parameter name. Resets them in the model."""
+    by_name = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return by_name
 
 
 def assert_same_gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:

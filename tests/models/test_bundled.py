@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundled model."""
+"""The small model that comes with the package."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "src/carryforward/bundled"
 
 
-def test_the_bundled_model_is_small_and_whole():
+def test_the_bundled_model_is_small_and_complete():
     assert sum(file.stat().st_size for file in BUNDLED.iterdir()) <= 16e6
     model, tokenizer = cf.load_bundled()
     assert model.dtype == torch.float32
@@ -26,7 +26,7 @@ def test_the_bundled_model_is_small_and_whole():
 
 
 def test_it_has_learned_english():
-    """Far better than a model that knows no more than how often each token occurs, which is near 7 nats."""
+    """Token frequencies alone would give about 7 nats."""
     model, tokenizer = cf.load_bundled()
     ids = torch.tensor(
         [tokenizer("He took off his hat, and said that he would be glad to see her again.")["input_ids"]]
@@ -35,7 +35,7 @@ def test_it_has_learned_english():
         assert model(ids, labels=ids).loss < 4
 
 
-def test_its_name_works_where_a_model_is_named():
+def test_commands_accept_its_name():
     loaded = load_recurrent("bundled", window=64)
     assert loaded.model.config.recurrence.window == 64
     assert loaded.model.base.dtype == torch.float32
@@ -54,7 +54,7 @@ def test_evaluate_needs_no_arguments(tmp_path):
     assert result["data"]["name"] == "python-docs"
 
 
-def test_a_folder_called_bundled_is_something_else(tmp_path, monkeypatch):
+def test_a_folder_named_bundled_is_another_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bundled").mkdir()
     (tmp_path / "bundled" / "run.json").write_text("{")

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's own `Trainer` and pipelines, untouched, with a recurrent model."""
+"""Hugging Face's own `Trainer` and pipelines with a recurrent model."""
 
 import pytest
 import torch
 import transformers as hf
-from helpers import tiny
+from helpers import prose, tiny
+from torch.testing import assert_close
 
 import carryforward as cf
 
 
-def test_trainer_trains_it(tmp_path):
-    """Hugging Face's own Trainer, untouched: it passes `num_items_in_batch` and gathers what it should."""
-    model = cf.add_recurrence(tiny.base("gpt2"), window=8)
+def test_trainer_trains_a_language_model(tmp_path):
+    """It passes `num_items_in_batch`, and gathers only what has one row per token."""
+    model = cf.add_recurrence(tiny.base("gpt2"), window=8, memory="vector")
     rows = [{"input_ids": row, "labels": row} for row in tiny.documents(8, 30)]
     arguments = hf.TrainingArguments(
         tmp_path, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
@@ -39,26 +40,26 @@ def test_trainer_trains_and_evaluates_classifiers(head, tmp_path):
     assert predictions.shape == ((8, 3) if head == "sequence" else (8, 30, 3))
 
 
-def test_label_smoothing_shifts_the_labels(tmp_path):
+def test_label_smoothing_scores_the_same_targets(tmp_path):
     model, ids = tiny.recurrent("gpt2"), tiny.documents(2, 30)
     arguments = hf.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, label_smoothing_factor=1e-9)
     with torch.no_grad():
         smoothed = hf.Trainer(model=model, args=arguments).compute_loss(
             model, {"input_ids": ids, "labels": ids.clone()}
         )
-        torch.testing.assert_close(smoothed, model(ids, labels=ids).loss)
+        assert_close(smoothed, model(ids, labels=ids).loss)
 
 
-def test_a_batched_pipeline():
-    from helpers.prose import tokenizer
-
-    words = tokenizer()
-    words.pad_token = words.eos_token
-    config = hf.BertConfig(vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+def test_a_pipeline_gives_the_same_labels_in_batches():
+    tokenizer = prose.tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    config = hf.BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
                            intermediate_size=16, max_position_embeddings=40)  # fmt: skip
-    model = cf.add_recurrence(hf.BertForSequenceClassification(config).eval(), window=16, prefix=())
+    model = cf.add_recurrence(hf.BertForSequenceClassification(config).eval(), window=16, prefix=(), memory="vector")
     texts = ["The first of them.", "Another " * 30]
-    found = [hf.pipeline("text-classification", model=model, tokenizer=words, batch_size=n)(texts) for n in (1, 2)]
-    for one, other in zip(*found, strict=True):
-        assert one["label"] == other["label"]
-        assert one["score"] == pytest.approx(other["score"], abs=1e-5)
+    alone, batched = (
+        hf.pipeline("text-classification", model=model, tokenizer=tokenizer, batch_size=size)(texts) for size in (1, 2)
+    )
+    for expected, result in zip(alone, batched, strict=True):
+        assert result["label"] == expected["label"]
+        assert result["score"] == pytest.approx(expected["score"], abs=1e-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of a recurrent model gives back: losses, logits, sums and counts."""
+"""What a call of a recurrent model returns: losses, logits, sums and counts."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import carryforward as cf
 IDS = tiny.documents(2, 37)
 
 
-def test_logits_come_without_labels_or_when_asked_for():
+def test_logits_are_returned_without_labels_or_on_request():
     model = tiny.recurrent("gpt2")
     out = model(IDS)
     assert out.loss is None
@@ -30,11 +30,11 @@ def test_logits_come_without_labels_or_when_asked_for():
     tiny.assert_same_gradients(expected, tiny.gradients(model))
 
 
-def test_logits_to_keep():
+def test_logits_to_keep_selects_columns():
     model = tiny.recurrent("llama")
     whole = model(IDS).logits
-    for kept in (1, 5, 20, 37, 99):
-        assert_close(model(IDS, logits_to_keep=kept).logits, whole[:, -kept:])
+    for count in (1, 5, 20, 37, 99):
+        assert_close(model(IDS, logits_to_keep=count).logits, whole[:, -count:])
     columns = torch.tensor([30, 2, 2, 17, -1, 36])
     assert_close(model(IDS, logits_to_keep=columns).logits, whole[:, columns])
     mask = torch.ones_like(IDS)
@@ -44,7 +44,7 @@ def test_logits_to_keep():
     )
 
 
-def test_a_base_model_with_a_forward_of_its_own_has_its_own_loss():
+def test_the_loss_is_that_of_a_base_model_s_own_forward():
     class Scaled(hf.GPT2LMHeadModel):
         def forward(self, *args, **kwargs):
             out = super().forward(*args, **kwargs)
@@ -56,19 +56,19 @@ def test_a_base_model_with_a_forward_of_its_own_has_its_own_loss():
     with torch.no_grad():
         for weight in base.parameters():
             weight.normal_(std=0.3)
-    model, ids = cf.add_recurrence(base, window=8), tiny.documents(2, 30)
-    losses = [model(ids, labels=ids, return_logits=wanted).loss for wanted in (False, True)]
-    torch.testing.assert_close(*losses)
+    model, ids = cf.add_recurrence(base, window=8, memory="vector"), tiny.documents(2, 30)
+    losses = [model(ids, labels=ids, return_logits=with_logits).loss for with_logits in (False, True)]
+    assert_close(*losses)
 
 
-def test_hooks_on_gradients_of_the_output_layer_are_called():
+def test_backward_hooks_of_the_output_layer_are_called():
     model, called, ids = tiny.recurrent("gpt2", keep_graph=True), [], tiny.documents(1, 30)
     model.base.lm_head.register_full_backward_hook(lambda *args: called.append(1))
     model(ids, labels=ids).loss.backward()
     assert called
 
 
-def test_sums_and_counts():
+def test_the_loss_is_a_sum_over_a_count():
     model = tiny.recurrent("gpt2")
     labels = IDS.clone()
     labels[0, :10] = -100
@@ -80,23 +80,23 @@ def test_sums_and_counts():
     assert (nothing.loss, nothing.nll_sum, nothing.n_scored) == (0, 0, 0)
 
 
-def test_a_tuple_when_asked_for():
+def test_return_dict_false_returns_a_tuple():
     loss, nll_sum, n_scored, _ = tiny.recurrent("gpt2")(IDS, labels=IDS, return_dict=False)
     assert_close(loss, nll_sum / n_scored)
 
 
 @pytest.mark.parametrize("problem", ["regression", "single_label_classification", "multi_label_classification"])
-def test_problem_types(problem):
+def test_the_loss_of_a_classifier_follows_its_problem_type(problem):
     model = tiny.recurrent("roberta", "sequence")
     model.config.problem_type = problem
     labels = {"regression": torch.randn(2, 3), "multi_label_classification": torch.tensor([[1.0, 0, 1], [0, 1, 0]])}
     out = model(IDS, labels=labels.get(problem, torch.tensor([0, 2])))
     out.loss.backward()
     assert out.logits.shape == (2, 3)
-    assert model.recurrence.weight.grad.abs().max() > 0
+    assert model.memory.vector.networks[0][-1].weight.grad.abs().max() > 0
 
 
-def test_double_precision_is_double():
+def test_double_precision_is_kept():
     results = []
     for keep_graph in (False, True):
         model = tiny.recurrent("gpt2", keep_graph=keep_graph).double()

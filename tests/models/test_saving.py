@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving and loading with Hugging Face's own functions."""
 
-import dataclasses
 import subprocess
 import sys
 
@@ -16,81 +15,81 @@ import carryforward as cf
 IDS = tiny.documents(2, 37)
 
 
-def test_another_recurrence_on_loading(tmp_path):
+def test_another_recurrence_can_be_given_on_loading(tmp_path):
     model = tiny.recurrent("gpt2")
     model.save_pretrained(tmp_path)
-    own = dataclasses.asdict(model.config.recurrence)
+    own = model.config.recurrence.to_dict()
     load = hf.AutoModelForCausalLM.from_pretrained
     assert load(tmp_path, recurrence={**own, "keep_windows": 0}).config.recurrence.keep_windows == 0
-    with pytest.raises(ValueError, match="window=64 is larger than the 40 learned positions"):
+    with pytest.raises(ValueError, match="window=64 exceeds the 40 learned positions"):
         load(tmp_path, recurrence={**own, "window": 64})
-    assert cf.add_recurrence(tiny.base("gpt2"), {"window": 8}).config.recurrence.window == 8
 
 
-def test_a_generation_config_that_cannot_be_saved_is_mended(tmp_path):
+def test_a_generation_config_that_cannot_be_saved_is_corrected(tmp_path):
     base = tiny.base("gpt2")
     base.generation_config.temperature = 0.6
-    model = cf.add_recurrence(base, window=8)
+    model = cf.add_recurrence(base, window=8, memory="vector")
     model.save_pretrained(tmp_path)
     assert hf.GenerationConfig.from_pretrained(tmp_path).temperature == 0.6
 
 
-def test_on_the_hub_it_has_its_folders_name(tmp_path, monkeypatch):
-    given = {}
+def test_the_repository_on_the_hub_is_named_after_the_folder(tmp_path, monkeypatch):
+    arguments = {}
     model = tiny.recurrent("gpt2")
-    monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", lambda self, folder, **kwargs: given.update(kwargs))
+    monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", lambda self, folder, **kwargs: arguments.update(kwargs))
     model.save_pretrained(tmp_path / "my-model", push_to_hub=True)
-    assert given["repo_id"] == "my-model"
+    assert arguments["repo_id"] == "my-model"
 
 
 def test_tied_weights_stay_tied(tmp_path):
     model = tiny.recurrent("gpt2")
     model.save_pretrained(tmp_path)
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
-    for one in (model, again):
-        assert one.base.lm_head.weight is one.base.transformer.wte.weight
-        assert one.get_output_embeddings().weight is one.get_input_embeddings().weight
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for tied in (model, loaded):
+        assert tied.base.lm_head.weight is tied.base.transformer.wte.weight
+        assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dtypes(dtype, tmp_path):
-    model = cf.add_recurrence(tiny.base("gpt2").to(dtype), window=8)
+def test_memories_have_the_precision_of_the_base_model(dtype, tmp_path):
+    model = cf.add_recurrence(tiny.base("gpt2").to(dtype), window=8, memory=["vector", "kv"], documents=tiny.TEXT)
     assert {p.dtype for p in model.parameters()} == {dtype}
     model.save_pretrained(tmp_path)
-    assert hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).recurrence.weight.dtype == dtype
-    assert (
-        hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).recurrence.weight.dtype == torch.float32
-    )
+    for precision in (dtype, torch.float32):
+        loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=precision)
+        assert {weight.dtype for weight in loaded.memory.parameters()} == {precision}
+        assert {state.dtype for state in loaded.fresh_state(1).memory.values()} == {precision}
     assert model.to(torch.bfloat16)(IDS).logits.dtype == torch.bfloat16
 
 
-def test_device_map(tmp_path):
+def test_a_device_map_can_be_given(tmp_path):
     model = tiny.recurrent("gpt2")
     model.save_pretrained(tmp_path)
     for device_map in ("auto", {"": "cpu"}):
-        again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
-        assert again(IDS).logits.equal(model(IDS).logits)
+        loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+        assert loaded(IDS).logits.equal(model(IDS).logits)
 
 
-def test_weights_offloaded_to_disk(tmp_path):
-    """Layer by layer on disk: accelerate brings weights in as they are used, and the state's norm with them."""
-    model = tiny.recurrent("gpt2")
+@pytest.mark.parametrize("fields", [{}, {"recent": 3, "sinks": 1}], ids=str)
+def test_weights_can_be_offloaded_to_disk(fields, tmp_path):
+    """accelerate loads a layer's weights when it runs, and with them the norm that the state passes."""
+    model = tiny.recurrent("gpt2", **fields)
     model.save_pretrained(tmp_path)
-    places = {"base.transformer.wte": "cpu", "base.transformer.wpe": "cpu", "base.transformer.drop": "cpu"}
-    places |= {"base.transformer.h.0": "cpu", "base.transformer.h.1": "disk", "base.transformer.h.2": "disk"}
-    places |= {"base.transformer.ln_f": "cpu", "base.lm_head": "cpu", "recurrence": "cpu"}
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "off")
+    device_map = {"base.transformer.wte": "cpu", "base.transformer.wpe": "cpu", "base.transformer.drop": "cpu"}
+    device_map |= {"base.transformer.h.0": "cpu", "base.transformer.h.1": "disk", "base.transformer.h.2": "disk"}
+    device_map |= {"base.transformer.ln_f": "cpu", "base.lm_head": "cpu", "memory": "cpu"}
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "off")
     with torch.no_grad():
-        assert_close(again(IDS).logits, model(IDS).logits)
+        assert_close(loaded(IDS).logits, model(IDS).logits)
 
 
-def test_labels_of_a_classifier_are_its_own(tmp_path):
+def test_a_classifier_s_labels_are_saved(tmp_path):
     base = tiny.base("bert", "token")
     base.config.id2label = {0: "O", 1: "PER", 2: "LOC"}
-    model = cf.add_recurrence(base, window=8, prefix=())
+    model = cf.add_recurrence(base, window=8, prefix=(), memory="vector")
     model.save_pretrained(tmp_path)
-    for one in (model, hf.AutoModelForTokenClassification.from_pretrained(tmp_path)):
-        assert one.config.id2label == {0: "O", 1: "PER", 2: "LOC"}
+    for classifier in (model, hf.AutoModelForTokenClassification.from_pretrained(tmp_path)):
+        assert classifier.config.id2label == {0: "O", 1: "PER", 2: "LOC"}
     with pytest.raises(ValueError, match="labels holds 3; accepted are 0 to 2"):
         model(IDS, labels=torch.full_like(IDS, 3))
 
@@ -105,17 +104,17 @@ def test_embeddings_can_be_resized_before_and_after(name, tmp_path):
     assert_close(type(model).from_pretrained(tmp_path)(ids).logits, model(ids).logits)
     base = tiny.base(name)
     base.resize_token_embeddings(tiny.VOCABULARY + 5)
-    assert cf.add_recurrence(base, window=8, prefix=())(ids).logits.shape[-1] == tiny.VOCABULARY + 5
+    assert cf.add_recurrence(base, window=8, prefix=(), memory="vector")(ids).logits.shape[-1] == tiny.VOCABULARY + 5
 
 
-def test_embeddings_added_later_start_as_the_base_models_do():
+def test_embeddings_added_later_are_initialised_as_in_the_base_model():
     model = tiny.recurrent("llama")
     model.resize_token_embeddings(tiny.VOCABULARY + 500, mean_resizing=False)
     assert 0.015 < model.get_input_embeddings().weight[tiny.VOCABULARY :].std() < 0.025
 
 
-def test_import_is_instant_and_auto_classes_still_know_the_models(tmp_path):
-    """Without importing torch or transformers; the registration follows when the Auto classes are imported."""
+def test_the_import_is_fast_and_auto_classes_know_the_models(tmp_path):
+    """torch and transformers are not imported; models are registered when the Auto classes are imported."""
     tiny.recurrent("gpt2").save_pretrained(tmp_path)
     script = f"""
 import sys, carryforward
@@ -144,7 +143,7 @@ AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
     subprocess.run([sys.executable, "-c", after], check=True)
 
 
-def test_a_failed_save_leaves_nothing_or_the_old(saved, monkeypatch):
+def test_a_failed_save_changes_nothing(saved, monkeypatch):
     model = tiny.recurrent("gpt2", seed=3)
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
 
@@ -170,8 +169,8 @@ def test_saving_over_an_older_model_replaces_it(saved):
     assert hf.AutoModelForCausalLM.from_pretrained(saved)(IDS).logits.equal(model(IDS).logits)
 
 
-def test_saving_leaves_alone_what_is_not_its_own(saved, monkeypatch):
-    """Other ranks' calls, other variants and other people's files, by whatever path the folder is named."""
+def test_saving_leaves_other_files_alone(saved, monkeypatch):
+    """Files of other ranks, variants and users, whatever path the folder is named by."""
     model = tiny.recurrent("gpt2")
     model.save_pretrained(saved, is_main_process=False)
     assert (saved / "model.safetensors").exists()
@@ -183,7 +182,7 @@ def test_saving_leaves_alone_what_is_not_its_own(saved, monkeypatch):
     model.save_pretrained(".", max_shard_size="20KB")
     names = {path.name for path in saved.iterdir()}
     assert {"model.fp16.safetensors", "model-ema.safetensors", "model.safetensors.index.json", "config.json"} <= names
-    assert "model.safetensors" not in names, "it was an earlier save in one piece"
+    assert "model.safetensors" not in names, "it belongs to an earlier save in one piece"
     assert not any(name.startswith(".") for name in names)
     assert hf.AutoModelForCausalLM.from_pretrained(saved)(IDS).logits.equal(model(IDS).logits)
     assert hf.AutoModelForCausalLM.from_pretrained(saved, variant="fp16")(IDS).logits.equal(model(IDS).logits)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged, incomplete and foreign checkpoints are refused in a message."""
+"""Damaged, incomplete and unsuitable checkpoints are refused with a message."""
 
 import json
 
@@ -8,39 +8,39 @@ import transformers as hf
 from helpers import tiny
 
 
-def test_a_checkpoint_cut_short(saved):
+def test_a_truncated_checkpoint_is_refused(saved):
     weights = saved / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match="cut short or damaged"):
         hf.AutoModelForCausalLM.from_pretrained(saved)
 
 
-def test_a_checkpoint_with_weights_missing(saved):
+def test_a_checkpoint_with_missing_weights_is_refused(saved):
     from safetensors.torch import load_file, save_file
 
     weights = saved / "model.safetensors"
     tensors = load_file(weights)
-    del tensors["recurrence.layer_logits"]
+    del tensors["memory.vector.layer_logits"]
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="missing: recurrence.layer_logits"):
+    with pytest.raises(ValueError, match="missing: memory.vector.layer_logits"):
         hf.AutoModelForCausalLM.from_pretrained(saved)
 
 
-def test_a_checkpoint_that_does_not_fit_its_config(saved):
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(saved):
     file = saved / "config.json"
     config = json.loads(file.read_text())
-    config["recurrence"]["hidden_sizes"] = [12, 13]
+    config["recurrence"]["memory"][0]["hidden_sizes"] = [12, 13]
     file.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="do not fit"):
         hf.AutoModelForCausalLM.from_pretrained(saved)
 
 
-def test_a_checkpoint_of_another_head(saved):
+def test_a_checkpoint_with_another_head_is_refused(saved):
     with pytest.raises(ValueError, match="RecurrentForCausalLM"):
         hf.AutoModel.from_pretrained(saved)
 
 
-def test_a_checkpoint_with_a_piece_missing(saved):
+def test_a_checkpoint_with_a_missing_shard_is_refused(saved):
     tiny.recurrent("gpt2").save_pretrained(saved, max_shard_size="20KB")
     next(saved.glob("model-00002-*")).unlink()
     with pytest.raises(ValueError, match="model-00002"):

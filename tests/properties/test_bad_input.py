@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every mistake gets a message that names the argument, the value, what is accepted and what to do."""
+"""Every mistake raises an error that names the argument, the value, what is accepted and what to do."""
 
 import json
 import logging
@@ -16,50 +16,79 @@ from carryforward.models import base
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"window": 41}, "window=41 is larger than the 40 learned positions that gpt2 can use. Use window=40 or less"),
+        ({"window": 41}, "window=41 exceeds the 40 learned positions that gpt2 has. Use window=40 or less"),
         ({"window": 0}, "window=0 must be an integer of at least 1"),
-        ({"window": 8, "overlap": 8}, "overlap=8 must be at least 0 and smaller than the 8 document tokens"),
-        ({"window": 8, "overlap": -1}, "overlap=-1 must be at least 0"),
-        ({"window": 8, "insert_at": 4}, "gpt2 has 3 layers, counted from 1, so layer 4 does not exist"),
-        ({"window": 8, "insert_at": 0}, "insert_at=0 must be a layer number from 1"),
-        ({"window": 8, "insert_at": [1, 1]}, "insert_at=.1, 1. must be"),
-        ({"window": 8, "insert_at": "every"}, "insert_at='every' must be"),
+        ({"overlap": 8}, "overlap=8 must be at least 0 and smaller than the 8 document tokens"),
+        ({"overlap": -1}, "overlap=-1 must be at least 0"),
         ({"widow": 8}, "no field 'widow'. Did you mean 'window'"),
-        ({"window": 8, "pooling": "median"}, "pooling='median' must be one of 'mean', 'max', 'attention'"),
-        ({"window": 8, "pooled_layers": "first"}, "pooled_layers='first' must be one of 'all', 'last', 'below'"),
+        ({"bptt_windows": 0}, "bptt_windows=0 must be None or at least 1"),
+        ({"prefix": [1]}, "prefix and suffix are for encoders; gpt2 is causal"),
+        ({"prefix": 1}, "prefix=1 must be a list of token ids"),
+        ({"suffix": [-1]}, "suffix=.-1,. must be token ids"),
+    ],
+    ids=str,
+)
+def test_recurrences_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        cf.add_recurrence(tiny.base("gpt2"), **{"window": 8, "memory": "vector", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"insert_at": 4}, "gpt2 has 3 layers, counted from 1, so layer 4 does not exist"),
+        ({"insert_at": 0}, "insert_at=0 must be a layer number from 1"),
+        ({"insert_at": [1, 1]}, "insert_at=.1, 1. must be"),
+        ({"insert_at": []}, "insert_at=.. must be"),
+        ({"insert_at": "every"}, "insert_at='every' must be"),
+        ({"pooling": "median"}, "pooling='median' must be one of 'mean', 'max', 'attention'"),
+        ({"pooled_layers": "first"}, "pooled_layers='first' must be one of 'all', 'last', 'below'"),
         (
-            {"window": 8, "pooled_layers": "below", "insert_at": (1, 2)},
+            {"pooled_layers": "below", "insert_at": (1, 2)},
             "insert_at=.1, 2. must be at least 2 with pooled_layers=.below.",
         ),
-        ({"window": 8, "slots": 9}, "slots=9 must be at most 8"),
-        ({"window": 8, "slots": 0}, "slots=0 must be"),
-        ({"window": 8, "bptt_windows": 0}, "bptt_windows=0 must be None or at least 1"),
-        ({"window": 8, "hidden_sizes": [200, 0]}, "hidden_sizes=.200, 0. must be positive integers"),
-        ({"window": 8, "hidden_sizes": 200}, "hidden_sizes=200 must be a list of integers"),
-        ({"window": 8, "prefix": [1]}, "prefix and suffix are for encoders; gpt2 is causal"),
+        ({"slots": 9}, "a window has 8 document tokens and needs 9 to carry 9 pooled vectors"),
+        ({"slots": 0}, "slots=0 must be an integer of at least 1"),
+        ({"hidden_sizes": [200, 0]}, "hidden_sizes=.200, 0. must be positive integers"),
+        ({"hidden_sizes": 200}, "hidden_sizes=200 must be a list of integers"),
+        ({"init_std": -1.0}, "init_std=-1.0 must be 0 or more"),
     ],
+    ids=str,
 )
-def test_recurrences_that_cannot_be(fields, message):
+def test_vector_memories_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        cf.add_recurrence(tiny.base("gpt2"), **fields)
+        cf.add_recurrence(tiny.base("gpt2"), window=8, memory=cf.VectorMemoryConfig(**fields))
+    with pytest.raises(ValueError, match=message):
+        cf.add_recurrence(tiny.base("gpt2"), window=8, memory={"kind": "vector", **fields})
 
 
-def test_a_misspelt_field_is_refused_wherever_it_comes_from(tmp_path):
+def test_a_single_layer_has_none_below_it():
+    base, memory = tiny.base("llama", num_hidden_layers=1), {"kind": "vector", "pooled_layers": "below"}
+    with pytest.raises(ValueError, match="llama has a single layer, none below it. Use 'all'"):
+        cf.add_recurrence(base, window=8, memory={**memory, "insert_at": "all"})
+
+
+def test_a_misspelt_field_is_refused_in_a_call_and_in_a_file(tmp_path):
     with pytest.raises(ValueError, match="Did you mean 'overlap'"):
-        cf.RecurrenceConfig(window=300, overlp=5)
+        cf.RecurrenceConfig(window=300, overlp=5, memory="vector")
     tiny.recurrent("gpt2").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
-    config["recurrence"]["poolin"] = "max"
-    file.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="Did you mean 'pooling'"):
-        hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for owner, name, suggestion in (
+        (config["recurrence"]["memory"][0], "poolin", "pooling"),
+        (config["recurrence"], "overlp", "overlap"),
+    ):
+        owner[name] = 1
+        file.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=f"Did you mean '{suggestion}'"):
+            hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+        del owner[name]
 
 
 @pytest.mark.parametrize("keep", [-1, "all", 1.5, True])
-def test_a_wrong_number_is_refused(keep):
+def test_a_wrong_number_of_kept_windows_is_refused(keep):
     with pytest.raises(ValueError, match=r"keep_windows=.* must be a number from 0"):
-        cf.RecurrenceConfig(keep_windows=keep)
+        cf.RecurrenceConfig(keep_windows=keep, memory="vector")
 
 
 def test_a_wrong_fast_path_is_refused():
@@ -69,36 +98,36 @@ def test_a_wrong_fast_path_is_refused():
         model.fast_path = "quick"
 
 
-def test_other_models_and_heads_are_refused_by_name():
+def test_unsupported_models_and_heads_are_refused_by_name():
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=20, hidden_size=8, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match="type 'bloom'. Supported types: gpt2, gpt_neox"):
-        cf.add_recurrence(bloom, window=8)
+        cf.add_recurrence(bloom, window=8, memory="vector")
     choice = hf.BertForMultipleChoice(tiny.CONFIGS["bert"]())
     with pytest.raises(ValueError, match="head of BertForMultipleChoice. Supported for 'bert': BertForMaskedLM"):
-        cf.add_recurrence(choice, window=8)
+        cf.add_recurrence(choice, window=8, memory="vector")
     causal_classifier = hf.GPT2ForSequenceClassification(tiny.CONFIGS["gpt2"]())
     with pytest.raises(
         ValueError, match="head of GPT2ForSequenceClassification. Supported for 'gpt2': GPT2LMHeadModel"
     ):
-        cf.add_recurrence(causal_classifier, window=8)
+        cf.add_recurrence(causal_classifier, window=8, memory="vector")
     decoder = hf.BertLMHeadModel(hf.BertConfig(**{**tiny.CONFIGS["bert"]().to_dict(), "is_decoder": True}))
     with pytest.raises(ValueError, match="'bert' with is_decoder=True"):
-        cf.add_recurrence(decoder, window=8)
+        cf.add_recurrence(decoder, window=8, memory="vector")
     with pytest.raises(ValueError, match="a Linear; a transformers PreTrainedModel is expected"):
-        cf.add_recurrence(torch.nn.Linear(2, 2), window=8)
+        cf.add_recurrence(torch.nn.Linear(2, 2), window=8, memory="vector")
     with pytest.raises(ValueError, match="recurrent already"):
-        cf.add_recurrence(tiny.recurrent("gpt2"), window=8)
+        cf.add_recurrence(tiny.recurrent("gpt2"), window=8, memory="vector")
     with pytest.raises(ValueError, match="layerdrop=0.1"):
-        cf.add_recurrence(tiny.base("opt", layerdrop=0.1), window=8)
+        cf.add_recurrence(tiny.base("opt", layerdrop=0.1), window=8, memory="vector")
     with pytest.raises(ValueError, match="classifier_pooling='mean'.*set it to 'cls'"):
-        cf.add_recurrence(tiny.base("modernbert", "sequence", classifier_pooling="mean"), window=8)
+        cf.add_recurrence(tiny.base("modernbert", "sequence", classifier_pooling="mean"), window=8, memory="vector")
 
 
 def test_attention_that_hides_the_state_is_refused():
     model = tiny.base("llama")
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="attn_implementation='flex_attention'.*set_attn_implementation"):
-        cf.add_recurrence(model, window=8)
+        cf.add_recurrence(model, window=8, memory="vector")
 
 
 IDS = tiny.documents(2, 20)
@@ -122,38 +151,38 @@ IDS = tiny.documents(2, 20)
         ({"overlap": 8}, "overlap=8 must be at least 0 and smaller"),
     ],
 )
-def test_calls_that_cannot_be(arguments, message):
+def test_wrong_arguments_of_a_call_are_refused(arguments, message):
     model = tiny.recurrent("gpt2")
     with pytest.raises(ValueError, match=message):
         model(**{"input_ids": IDS, **arguments})
 
 
 @pytest.mark.parametrize("overlap", [2.0, "2", True])
-def test_an_overlap_is_a_number_of_tokens(overlap):
+def test_an_overlap_must_be_an_integer(overlap):
     with pytest.raises(ValueError, match="give a number of tokens"):
         tiny.recurrent("gpt2")(tiny.documents(1, 20), overlap=overlap)
 
 
-def test_columns_that_are_not_there():
+def test_columns_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="columns are -30 to 29, not"):
         tiny.recurrent("gpt2")(tiny.documents(2, 30), logits_to_keep=torch.tensor([3, 100]))
 
 
 def test_special_tokens_must_exist():
-    with pytest.raises(ValueError, match="hold 500, and token ids end at 66"):
-        cf.add_recurrence(tiny.base("bert"), window=11, prefix=(500,))
+    with pytest.raises(ValueError, match="hold 500; token ids end at 66"):
+        cf.add_recurrence(tiny.base("bert"), window=11, prefix=(500,), memory="vector")
 
 
-def test_labels_under_the_padding_do_not_matter():
+def test_labels_at_padding_do_not_matter():
     ids, mask = tiny.documents(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, 20:] = 0
-    strange = ids.masked_fill(mask == 0, 67)
+    padded = ids.masked_fill(mask == 0, 67)
     model = tiny.recurrent("gpt2")
     expected = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
-    assert torch.equal(model(strange, attention_mask=mask, labels=strange).loss, expected)
+    assert torch.equal(model(padded, attention_mask=mask, labels=padded).loss, expected)
 
 
-def test_ids_under_the_padding_do_not_matter():
+def test_ids_at_padding_do_not_matter():
     model = tiny.recurrent("gpt2")
     mask = torch.ones_like(IDS)
     mask[0, 12:] = 0
@@ -161,7 +190,7 @@ def test_ids_under_the_padding_do_not_matter():
     assert model(padded, attention_mask=mask, labels=padded.where(mask == 1, -100)).loss.isfinite()
 
 
-def test_token_types_must_be_those_of_one_sequence():
+def test_token_types_must_be_zero():
     model = tiny.recurrent("bert")
     assert model(IDS, token_type_ids=torch.zeros_like(IDS)).logits.equal(model(IDS).logits)
     with pytest.raises(ValueError, match="token_type_ids must be all zero"):
@@ -170,29 +199,31 @@ def test_token_types_must_be_those_of_one_sequence():
 
 def test_encoders_without_special_tokens_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
-        cf.add_recurrence(tiny.base("bert"), window=8)
+        cf.add_recurrence(tiny.base("bert"), window=8, memory="vector")
     assert "tokenizer=" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        cf.add_recurrence(tiny.base("bert"), window=8, prefix=())
+        cf.add_recurrence(tiny.base("bert"), window=8, prefix=(), memory="vector")
     assert not caplog.text
 
 
 def test_special_tokens_that_would_be_read_twice_are_warned_of(monkeypatch):
-    told = []
-    monkeypatch.setattr(base.logger, "warning_once", told.append)
-    model = cf.add_recurrence(tiny.base("bert"), window=11, prefix=(2,), suffix=(3,))
+    warnings = []
+    monkeypatch.setattr(base.logger, "warning_once", warnings.append)
+    model = cf.add_recurrence(tiny.base("bert"), window=11, prefix=(2,), suffix=(3,), memory="vector")
     model(IDS[:1])
-    assert not told
+    assert not warnings
     ids = torch.tensor([[2, 9, 8, 3, 0]])
     model(ids, attention_mask=(ids > 0).long())
-    assert "add_special_tokens=False" in told[0]
-    told.clear()
-    model = cf.add_recurrence(tiny.base("bert").base_model, window=16, **tiny.FRAME, head="question-answering")
+    assert "add_special_tokens=False" in warnings[0]
+    warnings.clear()
+    model = cf.add_recurrence(
+        tiny.base("bert").base_model, window=16, head="question-answering", memory="vector", **tiny.FRAME
+    )
     model(IDS[:1], question_ids=[[5]])
-    assert not told
+    assert not warnings
     model(ids[:, :4], question_ids=[[5]])
-    assert "add_special_tokens=False" in told[0]
+    assert "add_special_tokens=False" in warnings[0]
 
 
 def test_reentrant_checkpointing_is_refused():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings, states and documents that a memory of keys and values cannot use are refused in a message."""
+"""Settings, states and documents that a memory of keys and values cannot use are refused with a message."""
 
 import pytest
 from helpers import tiny
@@ -9,45 +9,63 @@ import carryforward as cf
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("overlap", "fields", "message"),
     [
-        ({"kept": -1}, "kept=-1 must be an integer of at least 0"),
-        ({"sinks": 2}, "sinks=2 must be 0 without `kept`"),
-        ({"slots": 0}, "slots=0 must be an integer of at least 1 without `kept`"),
-        ({"kept": 7, "overlap": 2}, "kept=7 must be at most 6: by so many is a window ahead"),
-        ({"kept": 7, "sinks": 2}, "kept=7 must be at most 6: by so many is a window ahead, less `sinks`"),
+        (0, {"recent": -1}, "recent=-1 must be an integer from 1"),
+        (0, {"recent": 0}, "recent=0 must be an integer from 1"),
+        (0, {"sinks": 4}, r"sinks=4 leaves nothing of half a window \(4\) for recent positions. Give recent as well"),
+        (
+            2,
+            {"recent": 7},
+            "recent=7 with sinks=0 must be at most 6 positions in all: windows advance by that many",
+        ),
+        (0, {"recent": 7, "sinks": 2}, "recent=7 with sinks=2 must be at most 8 positions in all"),
     ],
 )
-def test_settings_that_make_no_sense(fields, message):
+def test_positions_that_do_not_fit_a_window_are_refused(overlap, fields, message):
     with pytest.raises(ValueError, match=message):
-        cf.RecurrenceConfig(window=8, **fields)
+        cf.RecurrenceConfig(window=8, overlap=overlap, memory=cf.KVMemoryConfig(**fields))
 
 
-def test_learned_positions_are_limited():
-    with pytest.raises(ValueError, match="window=30 with 12 positions kept in front of it is larger than the 40"):
-        cf.add_recurrence(tiny.base("gpt2"), window=30, kept=12)
+def test_window_and_carried_positions_must_fit_the_learned_positions():
+    memory = ["vector", cf.KVMemoryConfig(recent=12, sinks=0)]
+    with pytest.raises(
+        ValueError, match="window=30 with 12 positions carried in front of it exceeds the 40 learned pos"
+    ):
+        cf.add_recurrence(tiny.base("gpt2"), window=30, memory=memory)
+    with pytest.raises(ValueError, match="Use window=28 or less"):
+        cf.add_recurrence(tiny.base("gpt2"), window=30, memory=memory)
 
 
-def test_too_much_overlap_for_what_is_kept():
-    with pytest.raises(ValueError, match="the next window is only 3 tokens ahead, and the model keeps the keys and"):
-        tiny.recurrent("gpt2", kept=4)(tiny.documents(1, 30), overlap=5)
+def test_an_overlap_that_leaves_too_little_to_carry_is_refused():
+    message = (
+        r"overlap=5 \(trained at 2\): a window has 8 document tokens and needs 9 to carry keys and values of the 4"
+    )
+    with pytest.raises(ValueError, match=message):
+        tiny.recurrent("gpt2", recent=4)(tiny.documents(1, 30), overlap=5)
 
 
-@pytest.mark.parametrize("other", [{"kept": 3}, {"kept": 4, "settings": {"num_key_value_heads": 2}}], ids=str)
-def test_states_of_others_are_refused(other):
-    state = tiny.recurrent("llama", kept=4).advance_state(tiny.documents(1, 20))
-    with pytest.raises(ValueError, match=r"kept 0\+4 of 1x8"):
+@pytest.mark.parametrize(
+    "other",
+    [{"recent": 3}, {"recent": 3, "sinks": 1}, {"recent": 4, "settings": {"num_key_value_heads": 2}}],
+    ids=str,
+)
+def test_states_of_other_memories_are_refused(other):
+    state = tiny.recurrent("llama", recent=4).advance_state(tiny.documents(1, 20))
+    with pytest.raises(
+        ValueError, match=r"another model or overlap: .*kv 3x2x1x4x8 .*the 4 most recent.*This call reads"
+    ):
         tiny.recurrent("llama", **other)(tiny.documents(1, 20), state=state)
 
 
-def test_nothing_pooled_is_nothing_to_give_out(tmp_path):
-    model = tiny.recurrent("gpt2", slots=0, kept=4)
-    with pytest.raises(ValueError, match="pools nothing"):
+def test_a_state_without_vectors_cannot_be_returned():
+    model = tiny.recurrent("gpt2", slots=0, recent=4)
+    with pytest.raises(ValueError, match='the model carries keys and values, not vectors. Use pooling="mean"'):
         cf.encode(model, ["a"], None, pooling="state")
 
 
 @pytest.mark.parametrize(
-    ("documents", "more", "message"),
+    ("documents", "arguments", "message"),
     [
         (["text"], {}, "documents must be a list of token ids for each text"),
         ((n for n in []), {}, "documents must be a list of token ids for each text"),
@@ -55,11 +73,11 @@ def test_nothing_pooled_is_nothing_to_give_out(tmp_path):
         ([[5] * 20], {"rows": 0}, "rows=0 must be at least 1"),
     ],
 )
-def test_documents_that_are_none(documents, more, message):
+def test_documents_that_cannot_be_measured_on_are_refused(documents, arguments, message):
     with pytest.raises(ValueError, match=message):
-        cf.measure_position_offsets(untrained("gpt2", kept=4), documents, **more)
+        cf.measure_position_offsets(untrained("gpt2", recent=4), documents, **arguments)
 
 
-def test_a_plain_model_has_no_places():
+def test_a_plain_model_has_no_position_offsets():
     with pytest.raises(ValueError, match="model is a GPT2LMHeadModel: add recurrence first"):
         cf.measure_position_offsets(tiny.base("gpt2"), [[5] * 20])

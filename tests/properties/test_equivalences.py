@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Things that must not make a difference, on tiny models of every supported architecture.
+"""What must not make a difference, on tiny models of every supported architecture.
 
-Recomputed = kept graph, batched = alone, streamed = whole, state removed = base model, gradient checkpointing on =
-off, saved and reloaded = before. All in float32; each comparison covers losses and gradients where there are any.
+Recomputed = kept graph, batched = alone, streamed = whole, without state = base model, gradient checkpointing on = off,
+saved and loaded = before. All in float32; comparisons cover losses and gradients.
 """
 
 import copy
@@ -29,7 +29,7 @@ def label(model, ids):
 
 
 def run(model, ids, mask=None, labels=None, **arguments) -> tuple[torch.Tensor, dict]:
-    """Loss and gradients of a call, whatever the head; hidden states are given a loss of their own."""
+    """Loss and gradients of a call, whatever the head; hidden states get a loss here."""
     if isinstance(model, cf.RecurrentModel):
         hidden = model(ids, attention_mask=mask, **arguments).last_hidden_state
         loss = (hidden * torch.linspace(-1, 1, hidden.shape[-1])).pow(2).sum()
@@ -54,15 +54,15 @@ def test_recomputed_equals_kept_graph(name, head, training):
         results.append((*run(model, ids, mask), torch.rand(())))
     (loss, gradients, drawn), (kept_loss, kept_gradients, kept_drawn) = results
     assert_close(loss, kept_loss)
-    assert drawn == kept_drawn, "the generator is left where a single pass leaves it"
+    assert drawn == kept_drawn, "the generator is in the state that a single pass leaves"
     tiny.assert_same_gradients(gradients, kept_gradients)
-    assert gradients["recurrence.networks.0.0.weight"].abs().max() > 1e-6, "the state takes part"
+    assert gradients["memory.vector.networks.0.0.weight"].abs().max() > 1e-6, "the state has an effect"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("name", "head"), PER_TOKEN)
 def test_batched_equals_alone(name, head, side):
-    model = tiny.recurrent(name, head).double()  # float32 rounds sums of other orders apart, on some processors too far
+    model = tiny.recurrent(name, head).double()  # in float32, sums in another order differ too much on some CPUs
     lengths = [3, 37, 8, 9, 20]
     ids = tiny.documents(len(lengths), max(lengths))
     columns = torch.arange(max(lengths))
@@ -84,7 +84,7 @@ def test_batched_equals_alone(name, head, side):
         assert mine.pending.equal(out.state.pending)
         assert mine.started.equal(out.state.started)
         if out.state.started.item():
-            assert_close(mine.carried, out.state.carried, rtol=1e-6, atol=1e-7)
+            assert_close(mine.memory["vector"], out.state.memory["vector"], rtol=1e-6, atol=1e-7)
         assert mine.tokens[0, : mine.pending].equal(out.state.tokens[0])
         total = total + out.nll_sum
     assert_close(together.nll_sum, total)
@@ -117,13 +117,13 @@ def test_streamed_equals_whole(name, head, cuts):
     tiny.assert_same_gradients(expected, tiny.gradients(model))
     assert state.read.tolist() == [34, 34]
     if name in tiny.CAUSAL:
-        assert_close(state.carried, whole.state.carried, rtol=1e-4, atol=1e-5)
+        assert_close(state.memory["vector"], whole.state.memory["vector"], rtol=1e-4, atol=1e-5)
         assert state.tokens.equal(whole.state.tokens)
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 @pytest.mark.parametrize("name", tiny.ENCODERS)
-def test_streamed_encoders_give_every_vector_once(name, overlap):
+def test_streamed_encoders_output_every_vector_once(name, overlap):
     model = tiny.recurrent(name, "none", overlap=overlap)
     ids = tiny.documents(2, 34)
     whole = model(ids).last_hidden_state
@@ -141,7 +141,7 @@ def test_streamed_encoders_give_every_vector_once(name, overlap):
     assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_a_piece_without_a_window_gives_no_logits_yet():
+def test_a_piece_without_a_complete_window_has_no_logits():
     ids = tiny.documents(2, 4)
     for head, classes in (("masked", tiny.VOCABULARY), ("token", 3)):
         out = tiny.recurrent("bert", head)(ids, labels=ids % 3, final=False, return_logits=True)
@@ -150,7 +150,7 @@ def test_a_piece_without_a_window_gives_no_logits_yet():
 
 
 @pytest.mark.parametrize("name", tiny.ENCODERS)
-def test_a_streamed_classification_equals_the_whole(name):
+def test_a_streamed_classification_equals_one_call(name):
     model = tiny.recurrent(name, "sequence")
     ids = tiny.documents(2, 34)
     whole = model(ids, labels=torch.tensor([0, 2]))
@@ -162,14 +162,14 @@ def test_a_streamed_classification_equals_the_whole(name):
 
 
 @pytest.mark.parametrize("name", tiny.CAUSAL)
-def test_state_removed_equals_base_model(name):
-    """Every window gives the base model's own logits, and one window its own loss."""
+def test_without_a_state_windows_are_those_of_the_base_model(name):
+    """Every window has the base model's logits, and one window has its loss."""
     model = tiny.recurrent(name, overlap=3)
     ids = tiny.documents(2, 30)
     logits = model(ids, use_state=False).logits
     for start, end, fresh in ((0, 8, 0), (5, 13, 8), (25, 30, 28)):
         assert_close(logits[:, fresh:end], model.base(ids[:, start:end]).logits[:, fresh - start :])
-    assert (model(ids).logits - logits).abs().max() > 1e-3, "with the state the numbers are others"
+    assert (model(ids).logits - logits).abs().max() > 1e-3, "the state has an effect"
     short = ids[:, :8]
     for use_state in (True, False):
         out = model(short, labels=short, use_state=use_state)
@@ -178,7 +178,7 @@ def test_state_removed_equals_base_model(name):
 
 
 @pytest.mark.parametrize(("name", "head"), [(n, h) for n in tiny.ENCODERS for h in (None, "token", "sequence", "none")])
-def test_state_removed_equals_base_encoder(name, head):
+def test_without_a_state_windows_are_those_of_the_base_encoder(name, head):
     model = tiny.recurrent(name, head, overlap=0)
     ids = tiny.documents(2, 20)
 
@@ -193,10 +193,10 @@ def test_state_removed_equals_base_encoder(name, head):
         assert_close(model(ids[:, :8]).logits, window(ids[:, :8]).logits)
         return
     field = "last_hidden_state" if head == "none" else "logits"
-    got = model(ids, use_state=False)[field]
+    without_state = model(ids, use_state=False)[field]
     for start, end in ((0, 8), (8, 16), (16, 20)):
-        assert_close(got[:, start:end], window(ids[:, start:end])[field][:, 1:-2], rtol=1e-4, atol=1e-5)
-    assert (model(ids)[field] - got).abs().max() > 1e-3
+        assert_close(without_state[:, start:end], window(ids[:, start:end])[field][:, 1:-2], rtol=1e-4, atol=1e-5)
+    assert (model(ids)[field] - without_state).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("keep_graph", [False, True], ids=["recomputed", "kept"])
@@ -216,15 +216,15 @@ def test_gradient_checkpointing_changes_nothing(name, keep_graph):
 
 
 @pytest.mark.parametrize(("name", "head"), EVERY_HEAD)
-def test_saved_and_reloaded_equals_before(name, head, tmp_path):
+def test_a_saved_and_loaded_model_is_unchanged(name, head, tmp_path):
     model = tiny.recurrent(name, head, slots=2, insert_at=(1, 3))
     model.save_pretrained(tmp_path / "model")
     auto = getattr(transformers, type(model).auto_class)
-    again = auto.from_pretrained(tmp_path / "model").eval()
-    assert type(again) is type(model)
-    assert again.config.recurrence == model.config.recurrence
+    loaded = auto.from_pretrained(tmp_path / "model").eval()
+    assert type(loaded) is type(model)
+    assert loaded.config.recurrence == model.config.recurrence
     ids = tiny.documents(2, 30)
-    before, after = run(model, ids), run(again, ids)
+    before, after = run(model, ids), run(loaded, ids)
     assert before[0].equal(after[0])
     tiny.assert_same_gradients(before[1], after[1], tolerance=0)
 
@@ -232,23 +232,23 @@ def test_saved_and_reloaded_equals_before(name, head, tmp_path):
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", ALL)
 def test_copies_are_independent(name, make):
-    """A copy computes the same, with its own weights: hooks that still pointed at the original would be found here."""
+    """A copy computes the same with its own weights: its hooks must not refer to the original."""
     model = tiny.recurrent(name)
     ids = tiny.documents(2, 30)
     before = run(model, ids)
-    again = make(model)
-    assert before[0].equal(run(again, ids)[0])
+    duplicate = make(model)
+    assert before[0].equal(run(duplicate, ids)[0])
     with torch.no_grad():
-        for parameter in again.parameters():
+        for parameter in duplicate.parameters():
             parameter.mul_(1.1)
     after = run(model, ids)
     assert before[0].equal(after[0])
     tiny.assert_same_gradients(before[1], after[1], tolerance=0)
-    assert not before[0].equal(run(again, ids)[0])
+    assert not before[0].equal(run(duplicate, ids)[0])
 
 
-def test_a_classifier_of_documents_takes_the_maximum_over_windows():
-    """Section 5.4, with the state removed so that the base model can be run window by window."""
+def test_a_sequence_classifier_takes_the_maximum_over_windows():
+    """Section 5.4, without a state, so that the base model can run window by window."""
     model = tiny.recurrent("bert", "sequence", overlap=0)
     ids = tiny.documents(2, 37)
     firsts = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Things that must not make a difference where keys and values are carried, on every supported architecture."""
+"""What must not make a difference if keys and values are carried, on every supported architecture."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import carryforward as cf
 
 ALL = list(tiny.CONFIGS)
-KINDS = [{"slots": 0, "kept": 3, "sinks": 1}, {"slots": 2, "kept": 4, "insert_at": (1, 3)}]
+MEMORIES = [{"slots": 0, "recent": 3, "sinks": 1}, {"slots": 2, "recent": 4, "insert_at": (1, 3)}]
 
 
 def gradients(model, ids, **arguments):
@@ -21,7 +21,7 @@ def gradients(model, ids, **arguments):
     return out, tiny.gradients(model)
 
 
-@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("fields", MEMORIES, ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_kv_recomputed_equals_kept_graph(name, fields):
     ids = tiny.documents(2, 37)
@@ -32,16 +32,16 @@ def test_kv_recomputed_equals_kept_graph(name, fields):
         model = tiny.recurrent(name, keep_graph=keep_graph, **fields).train()
         torch.manual_seed(5)
         results.append(gradients(model, ids, attention_mask=mask))
-    (out, found), (expected, graph) = results
+    (out, recomputed), (expected, kept) = results
     assert_close(out.loss, expected.loss)
-    tiny.assert_same_gradients(found, graph)
+    tiny.assert_same_gradients(recomputed, kept)
     if name in LEARNED:
-        moved = found["recurrence.keeping.places"].abs().amax((1, 2, 4))
-        begin = len(model.config.recurrence.prefix) + model.config.recurrence.sinks
-        assert (moved[:, begin : begin + fields["kept"]] > 1e-7).all(), "every kept position of every layer takes part"
+        offsets = recomputed["memory.kv.position_offsets"].abs().amax((1, 2, 4))
+        begin = len(model.config.recurrence.prefix) + fields.get("sinks", 0)
+        assert (offsets[:, begin : begin + fields["recent"]] > 1e-7).all(), "every carried position has an effect"
 
 
-@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("fields", MEMORIES, ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_streamed_and_batched_equal_whole_and_alone(name, fields, tmp_path):
     model = tiny.recurrent(name, **fields)
@@ -58,19 +58,19 @@ def test_streamed_and_batched_equal_whole_and_alone(name, fields, tmp_path):
             out = model(piece, labels=piece, state=state, **final)
             state, total = out.state, total + out.nll_sum
         if name in tiny.CAUSAL:
-            assert_close(state.kept, together.state[[row]].kept, rtol=1e-4, atol=1e-5)
+            assert_close(state.memory["kv"], together.state[[row]].memory["kv"], rtol=1e-4, atol=1e-5)
     assert_close(total, together.nll_sum)
     total.backward()
     tiny.assert_same_gradients(expected, tiny.gradients(model))
     together.state.save(tmp_path / "state")
-    assert cf.State.load(tmp_path / "state").kept.equal(together.state.kept)
+    assert cf.State.load(tmp_path / "state").memory["kv"].equal(together.state.memory["kv"])
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_checkpointing_saving_and_another_attention(name, tmp_path):
+def test_checkpointing_saving_and_another_attention_change_nothing(name, tmp_path):
     ids, results = tiny.documents(2, 30), []
     for checkpointed in (False, True):
-        model = tiny.recurrent(name, **KINDS[0]).train()
+        model = tiny.recurrent(name, **MEMORIES[0]).train()
         if checkpointed:
             model.gradient_checkpointing_enable()
         torch.manual_seed(5)
@@ -78,7 +78,7 @@ def test_checkpointing_saving_and_another_attention(name, tmp_path):
     tiny.assert_same_gradients(*results)
     out = model.eval()(ids, labels=ids)
     model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
     for attention in ("sdpa", "eager"):
-        again.base.set_attn_implementation(attention)
-        assert_close(again(ids, labels=ids).loss, out.loss)
+        loaded.base.set_attn_implementation(attention)
+        assert_close(loaded(ids, labels=ids).loss, out.loss)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library against the paper's equations, written out a second time in `helpers/reference.py`.
+"""The library against a second implementation of the paper's equations, `helpers/reference.py`.
 
-The weights enter as a dictionary of leaves, so autograd gives the gradient of the plain unrolled graph, and both the
-loss and every gradient must be the library's own, whether it recomputes its windows or keeps their graph.
+The reference takes the weights as a dictionary of leaves, so autograd gives the gradient of the plain unrolled graph.
+The library's loss and all gradients must be the same, whether it recomputes its windows or keeps their graph.
 """
 
 import math
@@ -16,22 +16,23 @@ import carryforward as cf
 
 
 def build(name, overlap, **fields):
-    """A tiny model in which nothing is zero and the state is loud; unless told, with the library's own defaults."""
+    """A tiny model in which nothing is zero and the state is large; other fields have the library's defaults."""
     settings = {"num_attention_heads": 4, "num_key_value_heads": 2} if name == "llama" else {}
-    around = {"prefix": PREFIX, "suffix": SUFFIX, "window": WINDOW + 3} if name == "bert" else {"window": WINDOW}
-    model = cf.add_recurrence(tiny.base(name, **settings), overlap=overlap, **around, **fields).eval()
+    special = {"prefix": PREFIX, "suffix": SUFFIX, "window": WINDOW + 3} if name == "bert" else {"window": WINDOW}
+    fields = tiny.with_memory(overlap=overlap, **special, **fields)
+    model = cf.add_recurrence(tiny.base(name, **settings), **fields).eval()
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in model.base.parameters():
             if parameter.ndim == 1:
                 parameter += 0.2 * torch.randn_like(parameter)
-        for parameter in model.recurrence.parameters():
+        for parameter in model.memory.parameters():
             parameter.normal_(std=0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[-1]))
     return model
 
 
 def sample(name, length):
-    """Two documents and their labels; an encoder guesses about half of its tokens."""
+    """Two documents and their labels; an encoder scores about half of its tokens."""
     ids = tiny.documents(2, length, seed=length)
     labels = ids.clone()
     if name == "bert":
@@ -39,17 +40,17 @@ def sample(name, length):
     return ids, labels
 
 
-def by_the_library(model, ids, labels):
+def library_results(model, ids, labels):
     out = model(ids, labels=labels)
     out.loss.backward()
     return out.nll_sum.detach(), int(out.n_scored), out.loss.detach(), tiny.gradients(model)
 
 
-def by_the_reference(window, model, ids, labels, **settings):
+def reference_results(window, model, ids, labels, **settings):
     leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     total, count = run(window, leaves, model.base.config, ids, labels, **settings)
-    found = torch.autograd.grad(total / count, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return total.detach(), count, total.detach() / count, dict(zip(leaves, found, strict=True))
+    gradients = torch.autograd.grad(total / count, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return total.detach(), count, total.detach() / count, dict(zip(leaves, gradients, strict=True))
 
 
 def assert_agree(ours, theirs):
@@ -61,7 +62,7 @@ def assert_agree(ours, theirs):
 
 SMALL = {"overlap": 2, "hidden_sizes": (12, 12)}
 SETTINGS = {
-    "the paper's own": {"overlap": 2},
+    "the paper's defaults": {"overlap": 2},
     "overlap 0": SMALL | {"overlap": 0},
     "overlap 3": SMALL | {"overlap": 3},
     "overlap T-1": SMALL | {"overlap": WINDOW - 1},
@@ -74,35 +75,38 @@ SETTINGS = {
     "last layer": SMALL | {"insert_at": 3},
     "all layers": SMALL | {"insert_at": "all", "slots": 2},
     "two layers": SMALL | {"insert_at": (1, 3), "state_per_layer": True},
-    "every layer its own": SMALL | {"insert_at": "all", "state_per_layer": True, "pooling": "attention", "slots": 2},
+    "a state for every layer": SMALL
+    | {"insert_at": "all", "state_per_layer": True, "pooling": "attention", "slots": 2},
     "last layer pooled": SMALL | {"pooled_layers": "last"},
     "last layer pooled by max": SMALL | {"pooled_layers": "last", "pooling": "max"},
     "the layers below": SMALL | {"pooled_layers": "below", "insert_at": "all"},
-    "the layer below, carried on": SMALL | {"pooled_layers": "below", "insert_at": 3, "slots": 4, "residual": True},
+    "the layer below, residual": SMALL | {"pooled_layers": "below", "insert_at": 3, "slots": 4, "residual": True},
     "the layers below by attention": SMALL
     | {"pooled_layers": "below", "insert_at": (2, 3), "slots": 2, "pooling": "attention", "residual": True},
-    "all layers, carried on": SMALL | {"residual": True, "insert_at": "all"},
+    "all layers, residual": SMALL | {"residual": True, "insert_at": "all"},
     "truncated after 2": SMALL | {"bptt_windows": 2},
     "truncated after 1": SMALL | {"bptt_windows": 1, "overlap": 0},
     "one hidden layer": SMALL | {"hidden_sizes": (20,)},
 }
-# By default 29 tokens are five windows of which the last is short; the other lengths surround one window's.
+# 29 tokens are five windows, the last of them short. The other lengths are around that of one window.
 CASES = [(setting, 29) for setting in SETTINGS]
-CASES += [(setting, n) for setting in ("the paper's own", "overlap 0") for n in (3, WINDOW, WINDOW + 1, WINDOW + 2, 26)]
+CASES += [
+    (setting, n) for setting in ("the paper's defaults", "overlap 0") for n in (3, WINDOW, WINDOW + 1, WINDOW + 2, 26)
+]
 
 
 @pytest.mark.parametrize("keep_graph", [False, True], ids=["recomputed", "kept"])
 @pytest.mark.parametrize(("setting", "length"), CASES)
 @pytest.mark.parametrize("name", REFERENCES)
-def test_the_library_is_the_paper(name, setting, length, keep_graph):
+def test_the_library_computes_the_paper_s_equations(name, setting, length, keep_graph):
     settings = SETTINGS[setting]
     model, (ids, labels) = build(name, **settings, keep_graph=keep_graph), sample(name, length)
-    theirs = by_the_reference(REFERENCES[name], model, ids, labels, **settings)
-    assert_agree(by_the_library(model, ids, labels), theirs)
+    theirs = reference_results(REFERENCES[name], model, ids, labels, **settings)
+    assert_agree(library_results(model, ids, labels), theirs)
 
 
 def test_the_paper_s_network():
-    shapes = [tuple(p.shape) for p in build("gpt2", overlap=0).recurrence.networks.parameters() if p.ndim == 2]
+    shapes = [tuple(p.shape) for p in build("gpt2", overlap=0).memory.vector.networks.parameters() if p.ndim == 2]
     assert shapes == [(200, tiny.WIDTH), (200, 200), (200, 200), (tiny.WIDTH, 200)]
 
 
@@ -129,14 +133,14 @@ def rotated(*window):
         ("gpt2", gpt2, {"overlap": 3}),
         ("llama", llama, {"insert_at": 1}),
         ("bert", bert, {"pooling": "max"}),
-        ("bert", bert, {"bptt_windows": 3}),  # the loss is the same and only gradients tell
+        ("bert", bert, {"bptt_windows": 3}),  # the loss is the same, only gradients differ
     ],
 )
-def test_a_slightly_wrong_reference_is_found_out(name, flawed, changed):
+def test_a_slightly_wrong_reference_is_detected(name, flawed, changed):
     settings = SMALL | {"slots": 2}
     model, (ids, labels) = build(name, **settings), sample(name, 29)
-    ours = by_the_library(model, ids, labels)
-    assert_agree(ours, by_the_reference(REFERENCES[name], model, ids, labels, **settings))
-    wrong = by_the_reference(flawed, model, ids, labels, **settings | changed)
+    ours = library_results(model, ids, labels)
+    assert_agree(ours, reference_results(REFERENCES[name], model, ids, labels, **settings))
+    wrong = reference_results(flawed, model, ids, labels, **settings | changed)
     with pytest.raises(AssertionError):
         assert_agree(ours, wrong)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks' results: replaced by a run that is at its end, and by no other."""
+"""Results of benchmarks are replaced by a complete run only."""
 
 import importlib
 import json
@@ -20,14 +20,14 @@ EARLIER = '{"cases": ["earlier"]}'
 
 @pytest.fixture
 def script(monkeypatch):
-    """A script's module; they import each other as files of one folder."""
+    """Import a script as a module; scripts import each other as files of one folder."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module
 
 
 @pytest.fixture
-def record(script, monkeypatch):
-    module = script("record")
+def measurements(script, monkeypatch):
+    module = script("measurements")
     monkeypatch.setattr(module, "provenance", lambda device: dict(HERE))
     return module
 
@@ -42,28 +42,28 @@ def names(out):
     return sorted(path.name for path in out.parent.iterdir())
 
 
-def end_early(run, then, ended=KeyboardInterrupt):
-    """Begin a run, do something in it, and end it; what it ended with."""
-    with pytest.raises(ended) as error, run as begun:  # noqa: PT012
-        then(begun)
-        raise ended
+def end_early(run, action, exception=KeyboardInterrupt):
+    """Start a run, do something in it, and end it with an exception, which is returned."""
+    with pytest.raises(exception) as error, run as started:  # noqa: PT012
+        action(started)
+        raise exception
     return error.value
 
 
 @pytest.mark.parametrize("ended", [KeyboardInterrupt, ValueError])
-def test_ended_early_the_results_stay_and_the_cases_lie_beside(record, out, ended):
-    error = end_early(record.cases(out, {"seed": 0}), lambda add: add({"windows": 4}), ended)
-    beside = out.with_name("memory-cpu.json.unfinished")
+def test_a_run_that_ends_early_leaves_the_results_and_an_unfinished_file(measurements, out, ended):
+    error = end_early(measurements.collect_cases(out, {"seed": 0}), lambda add: add({"windows": 4}), ended)
+    unfinished = out.with_name("memory-cpu.json.unfinished")
     assert out.read_text() == EARLIER
-    assert json.loads(beside.read_text()) == {"seed": 0, "cases": [{"windows": 4}]}
-    assert names(out) == [out.name, beside.name]
+    assert json.loads(unfinished.read_text()) == {"seed": 0, "cases": [{"windows": 4}]}
+    assert names(out) == [out.name, unfinished.name]
     assert list(out.parent.glob("*.json")) == [out]
-    assert str(beside) in error.__notes__[0]
+    assert str(unfinished) in error.__notes__[0]
 
 
-def test_at_its_end_a_run_replaces_the_results(record, out):
+def test_a_complete_run_replaces_the_results(measurements, out):
     out.with_name(f"{out.name}.unfinished").write_text("of a run before")
-    with record.cases(out, {"seed": 0}) as add:
+    with measurements.collect_cases(out, {"seed": 0}) as add:
         add({"windows": 4})
         add({"windows": 16})
         assert out.read_text() == EARLIER
@@ -71,12 +71,12 @@ def test_at_its_end_a_run_replaces_the_results(record, out):
     assert names(out) == [out.name]
 
 
-def test_what_another_run_left_is_not_taken_for_ones_own(record, out):
+def test_an_unfinished_file_of_another_run_is_ignored(measurements, out):
     out.with_name(f"{out.name}.unfinished").write_text("of a run before")
-    with pytest.raises(ValueError, match="at once") as error, record.cases(out, {}):
+    with pytest.raises(ValueError, match="at once") as error, measurements.collect_cases(out, {}):
         raise ValueError("at once")
     assert not hasattr(error.value, "__notes__")
-    with record.cases(out, {}):
+    with measurements.collect_cases(out, {}):
         pass
     assert out.read_text() == EARLIER
 
@@ -85,7 +85,7 @@ def test_what_another_run_left_is_not_taken_for_ones_own(record, out):
     ("name", "some"),
     [("memory", ["--windows", "4"]), ("memory", ["--limit-gb", "1"]), ("generation", ["--shapes", "7M"])],
 )
-def test_a_run_of_some_cases_needs_a_file_of_its_own(script, monkeypatch, capsys, name, some):
+def test_a_partial_run_needs_its_own_file(script, monkeypatch, capsys, name, some):
     module, runs = script(name), []
     monkeypatch.setattr(module, "run", runs.append)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *some])
@@ -108,41 +108,41 @@ def rows(out):
 
 
 @pytest.fixture
-def measured(record, tmp_path):
-    """A report of two rows, from here."""
-    with record.Report(tmp_path / "speed-cpu.json", "cpu", SHAPES, whole=True) as report:
+def measured(measurements, tmp_path):
+    """A report of two rows, measured on this machine."""
+    with measurements.Report(tmp_path / "speed-cpu.json", "cpu", SHAPES, whole=True) as report:
         report.add(row("training"))
         report.add(row("data"))
     return tmp_path / "speed-cpu.json"
 
 
-def test_a_run_of_some_parts_keeps_the_other_rows(record, measured, monkeypatch):
+def test_a_run_of_some_parts_keeps_the_other_rows(measurements, measured, monkeypatch):
     monkeypatch.setitem(HERE, "commit", "d")
-    more = {"tiny": SHAPES["tiny"], "new": {"window": 8}}  # a shape that no earlier row is of
-    with record.Report(measured, "cpu", more, whole=False) as report:
+    more = {"tiny": SHAPES["tiny"], "new": {"window": 8}}  # a shape that no earlier row has
+    with measurements.Report(measured, "cpu", more, whole=False) as report:
         report.add(row("training"))
     assert rows(measured) == [("data", "c"), ("training", "d")]
     assert json.loads(measured.read_text())["shapes"] == more
 
 
 @pytest.mark.parametrize(
-    ("what", "other", "told"),
+    ("what", "other", "message"),
     [
         ("hardware", {"device": "cpu", "cpu": "another", "cores": 2}, "cpu one, now another"),
         ("versions", {"python": "3", "torch": "3"}, "torch 2, now 3"),
         ("shapes", {"tiny": {"window": 32}}, "tiny {'window': 64}, now {'window': 32}"),
     ],
 )
-def test_rows_of_another_machine_are_not_mixed_and_go_only_with_a_whole_run(
-    record, measured, monkeypatch, what, other, told
+def test_rows_of_another_machine_are_replaced_by_a_whole_run_only(
+    measurements, measured, monkeypatch, what, other, message
 ):
     before, shapes = measured.read_text(), other if what == "shapes" else SHAPES
     monkeypatch.setitem(HERE, what, other)
     with pytest.raises(SystemExit, match="another --out") as refused:
-        record.Report(measured, "cpu", shapes, whole=False)
-    assert f"measured with {told}. " in refused.value.code
-    end_early(record.Report(measured, "cpu", shapes, whole=True), lambda report: report.add(row("training")))
+        measurements.Report(measured, "cpu", shapes, whole=False)
+    assert f"measured with {message}. " in refused.value.code
+    end_early(measurements.Report(measured, "cpu", shapes, whole=True), lambda report: report.add(row("training")))
     assert measured.read_text() == before
-    with record.Report(measured, "cpu", shapes, whole=True) as report:
+    with measurements.Report(measured, "cpu", shapes, whole=True) as report:
         report.add(row("training"))
     assert rows(measured) == [("training", "c")]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation points at code that exists, and its Python examples run."""
+"""The documentation refers to code, commands and options that exist, its examples run, and packages stay in order."""
 
 import ast
+import importlib
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from helpers import tiny
+import typer
+from helpers import prose
 
 import carryforward as cf
+from carryforward.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("anchors", ROOT / "docs" / "anchors.py")
@@ -21,34 +25,86 @@ anchors = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(anchors)
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+ALL_PAGES = [ROOT / "README.md", *PAGES]
+
+
+def code_blocks(text, language):
+    """The fenced blocks of a page in a language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [code for name, code in blocks if name == language]
+
+
+def all_pages(test):
+    return pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)(test)
+
+
+# --- links and names -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_references_to_code_point_at_their_lines(page):
+def test_links_to_code_point_at_their_lines(page):
     text = page.read_text()
     assert anchors.refreshed(text) == text, "run `python docs/anchors.py`"
-    assert len(re.findall(r"\.py#L\d+", text)) == len(anchors.LINK.findall(text)), (
-        "a reference is not in the known form"
-    )
+    assert len(re.findall(r"\.py#L\d+", text)) == len(anchors.LINK.findall(text)), "a link has another form"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("memories/vector.VectorMemory.pol", "no 'pol' in memories/vector.py"),
+        ("memories/vectors.VectorMemory.pool", "no module memories/vectors.py"),
+    ],
+)
+def test_wrong_links_to_code_are_found(name, message):
+    with pytest.raises(LookupError, match=message):
+        anchors.refreshed(f"[`{name}`](../src/carryforward/memories/vector.py#L1)")
 
 
-def test_a_wrong_reference_is_found():
-    with pytest.raises(LookupError, match="no 'pol' in recurrence.py"):
-        anchors.refreshed("[`recurrence.Recurrence.pol`](../src/carryforward/recurrence.py#L1)")
+@all_pages
+def test_links_to_files_exist(page):
+    missing = [
+        target
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+        if not target.startswith("http") and not (page.parent / target).exists()
+    ]
+    assert not missing
 
+
+@all_pages
+def test_python_examples_use_names_that_exist(page):
+    for code in code_blocks(page.read_text(), "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("carryforward"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cf":
+                assert hasattr(cf, node.attr), ast.unparse(node)
+
+
+@all_pages
+def test_commands_have_the_options_that_are_shown(page):
+    text = page.read_text()
+    lines = [line for block in code_blocks(text, "") for line in re.findall(r"carryforward (.+)", block)]
+    lines += re.findall(r"`carryforward ([a-z][^`]*)`", text)
+    for line in lines:
+        command, arguments = typer.main.get_command(app), shlex.split(line, comments=True)
+        while arguments and hasattr(command, "commands"):
+            name = arguments.pop(0)
+            assert name in command.commands, line
+            command = command.commands[name]
+        known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+        known |= {option for parameter in command.params for option in parameter.secondary_opts}
+        assert {argument for argument in arguments if argument.startswith("--")} <= known, line
+
+
+# --- packages --------------------------------------------------------------------------------------------------------
 
 # Every package imports only packages before it. Modules of the root are named like packages.
 ORDER = [
-    "windows", "settings", "utils", "data", "backbones", "state", "memories", "config", "engine", "models",
+    "windows", "presets", "settings", "utils", "data", "backbones", "state", "memories", "config", "engine", "models",
     "evaluation", "training", "analysis", "qa", "embeddings", "reproduction", "cli", "__main__",
 ]  # fmt: skip
+MAX_ROOT_MODULES, MAX_FILES = 8, 16
 
 
 def test_packages_import_one_way():
@@ -58,21 +114,33 @@ def test_packages_import_one_way():
     for path in anchors.SOURCE.rglob("*.py"):
         package = path.relative_to(anchors.SOURCE).parts[0].removesuffix(".py")
         if package != "__init__":
-            later = packages_imported(path) - set(ORDER[: ORDER.index(package) + 1])
+            later = imported_packages(path) - set(ORDER[: ORDER.index(package) + 1])
             wrong |= {path.relative_to(anchors.SOURCE).as_posix(): sorted(later)} if later else {}
     assert not wrong
 
 
-def packages_imported(path):
-    """The packages of ours (or modules of the root) that a file imports."""
-    here = path.relative_to(anchors.SOURCE).parts[:-1]
-    found = set()
+def imported_packages(path):
+    """The packages of carryforward, or modules of its root, that a file imports."""
+    parents = path.relative_to(anchors.SOURCE).parts[:-1]
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            target = [*here[: len(here) - node.level + 1], *(node.module or "").split(".")]
+            target = [*parents[: len(parents) - node.level + 1], *(node.module or "").split(".")]
             names = [target[0]] if target[0] else [name.name for name in node.names]
-            found |= {name for name in names if not name.startswith("__")}
-    return found
+            packages |= {name for name in names if not name.startswith("__")}
+    return packages
+
+
+def test_packages_stay_small():
+    """The root has few modules and every folder few files. Commands are not counted: each has a file in `cli`."""
+    assert len([*anchors.SOURCE.glob("*.py")]) <= MAX_ROOT_MODULES
+    commands = {anchors.SOURCE / "cli" / f"{name}.py" for name in typer.main.get_command(app).commands}
+    assert all(path.exists() for path in commands)
+    files = [path for path in anchors.SOURCE.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+    folders = {path.parent for path in files} - {anchors.SOURCE}
+    sizes = {folder.name: len([path for path in files if path.parent == folder and path not in commands])
+             for folder in folders}  # fmt: skip
+    assert {name: size for name, size in sizes.items() if size > MAX_FILES} == {}
 
 
 def test_every_module_can_be_imported_first():
@@ -95,24 +163,30 @@ for name in {names}:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, name
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+
+
+# --- the README's example --------------------------------------------------------------------------------------------
 
 
 def test_the_readmes_example_runs(monkeypatch, tmp_path):
-    """As printed, with a tiny model in place of the hub's."""
-    (code,) = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    load = hf.AutoModelForCausalLM.from_pretrained
-    config = hf.GPT2Config(vocab_size=tiny.VOCABULARY, n_positions=1024, n_embd=16, n_layer=2, n_head=2)
-    monkeypatch.setattr(
-        hf.AutoModelForCausalLM,
-        "from_pretrained",
-        lambda name: hf.GPT2LMHeadModel(config).eval() if name == "gpt2" else load(name),
-    )
+    """As printed. A folder `gpt2` with a tiny model and its tokenizer takes the place of the Hub's."""
+    (code,) = code_blocks((ROOT / "README.md").read_text(), "python")
+    config = hf.GPT2Config(vocab_size=prose.VOCABULARY, n_positions=512, n_embd=16, n_layer=2, n_head=2)
+    hf.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    prose.tokenizer().save_pretrained(tmp_path / "gpt2")
     monkeypatch.chdir(tmp_path)
-    ids = tiny.documents(2, 700)
-    names = {"input_ids": ids, "mask": torch.ones_like(ids), "next_ids": tiny.documents(2, 50, seed=1)}
+    monkeypatch.setenv("CARRYFORWARD_CACHE", str(tmp_path / "cache"))
+    ids = torch.randint(prose.VOCABULARY, (2, 700))
+    names = {"input_ids": ids, "mask": torch.ones_like(ids), "next_ids": ids[:, :50]}
     exec(code, names)
     assert isinstance(names["model"], cf.RecurrentForCausalLM)
     assert names["more"].n_scored == 100
+    memories = {name: names[name].config.recurrence.memories for name in ("model", "small", "paper")}
+    assert memories == {
+        "model": (cf.KVMemoryConfig(recent=146, sinks=4),),
+        "small": (cf.KVMemoryConfig(recent=64, sinks=4),),
+        "paper": (cf.VectorMemoryConfig(),),
+    }
     assert (tmp_path / "my-model" / "config.json").exists()

@@ -29,7 +29,7 @@ def run(example, folder, *arguments):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(example, tmp_path):
-    assert example.stem in SAYS, "say above what it prints"
+    assert example.stem in SAYS, "add what it prints to SAYS"
     done = run(example, tmp_path / "empty")
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[example.stem] in done.stdout
@@ -43,8 +43,8 @@ def test_a_story_told_by_a_model_of_ones_own(tmp_path):
     assert f"{plain} is a plain model: give a recurrent one, such as a run of" in done.stderr
     assert "Traceback" not in done.stderr
     base = AutoModelForCausalLM.from_pretrained(plain)
-    base.generation_config.suppress_tokens = [0]  # whoever says it, the model does not
-    cf.add_recurrence(base, window=16).save_pretrained(tmp_path / "recurrent")
+    base.generation_config.suppress_tokens = [0]  # so that only the tokenizer could add it
+    cf.add_recurrence(base, window=16, memory="vector").save_pretrained(tmp_path / "recurrent")
     tokenizer = prose.tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|end|> $A", special_tokens=[("<|end|>", 0)]
@@ -52,4 +52,4 @@ def test_a_story_told_by_a_model_of_ones_own(tmp_path):
     tokenizer.save_pretrained(tmp_path / "recurrent")
     done = run(story, tmp_path / "second", tmp_path / "recurrent")
     assert "tokens were read in windows of 16" in done.stdout, done.stderr[-2000:]
-    assert "<|end|>" not in done.stdout, "no text begins in the middle of another"
+    assert "<|end|>" not in done.stdout, "no special token at the start of the second part"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: what they say is run once, never twice, and told as it is."""
+"""Recipes: cells are run once, results are read back, and tables, figures and claims are made from them."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from carryforward.reproduction import claims, figures, pages, recipes, run, tabl
 from carryforward.reproduction.tables import Row
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted((ROOT / "experiments").glob("*/recipes/*.yaml"))
+RECIPES = sorted((ROOT / "experiments/paper").glob("*/recipes/*.yaml"))
 
 CONTENT = {
     "about": "A tiny model.",
@@ -35,7 +35,7 @@ CONTENT = {
     },
     "cells": {
         "plain": {"train": {"recurrence": False, "learning_rate": "1e-4"}, "overlaps": [0, 4]},
-        "recurrent-4": {"train": {"overlap": 4}, "overlaps": [4], "rates_of": "table2/plain"},
+        "recurrent-4": {"train": {"preset": "paper", "overlap": 4}, "overlaps": [4], "rates_of": "table2/plain"},
     },
 }  # fmt: skip
 
@@ -48,11 +48,11 @@ def folder(tmp_path, monkeypatch):
     prose.save_model(tmp_path / "model")
     prose.save_topics(tmp_path / "text")
     write(CONTENT)
-    return tmp_path / "experiments"
+    return tmp_path / "experiments/paper"
 
 
 def write(content, setting="tiny"):
-    path = recipes.path_of(Path("experiments"), "table2", setting)
+    path = recipes.path_of(Path("experiments/paper"), "table2", setting)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
@@ -77,7 +77,7 @@ def test_every_recipe_that_is_shipped_can_be_read(path):
         assert cell.settings.max_validation_tokens == 15_000 or "wikitext" in cell.settings.data
         if cell.rates_of is not None:  # a cell that exists, plain for plain
             name, setting, what = (cell.rates_of.parents[i].name for i in (0, 1, 3))
-            others = {c.name: c for c in recipes.read(recipes.path_of(ROOT / "experiments", what, setting)).cells}
+            others = {c.name: c for c in recipes.read(recipes.path_of(ROOT / "experiments/paper", what, setting)).cells}
             assert others[name].settings.recurrence == cell.settings.recurrence
             assert setting == path.stem
     if recipe.table == "windows":  # as many tokens in a step whatever the window
@@ -85,20 +85,20 @@ def test_every_recipe_that_is_shipped_can_be_read(path):
         assert max(steps) < 1.05 * min(steps)
 
 
-def test_settings_are_what_training_wants(folder):
+def test_settings_have_the_types_that_training_expects(folder):
     plain, recurrent = recipes.read(recipes.path_of(folder, "table2", "tiny")).cells
-    assert plain.settings.learning_rate == (1e-4,)  # YAML takes 1e-4 for a word
+    assert plain.settings.learning_rate == (1e-4,)  # YAML reads 1e-4 as a string
     assert plain.settings.recurrence is False
     assert (recurrent.settings.overlap, recurrent.name) == (4, "recurrent-4-seed0")
 
 
-def test_one_seed_of_everything_comes_before_the_next(folder):
+def test_all_cells_of_a_seed_run_before_the_next_seed(folder):
     recipe = recipes.read(write(changed(seeds=[0, 1])))
     assert [cell.name for cell in recipe.cells] == ["plain-seed0", "recurrent-4-seed0", "plain-seed1", "recurrent-4-seed1"]  # fmt: skip  # noqa: E501
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ({"table": "overlaps"}, "about, train, score, cells missing"),
         (changed(title="x"), "title unknown"),
@@ -113,17 +113,17 @@ def test_one_seed_of_everything_comes_before_the_next(folder):
         ([1, 2], "`name: value` lines are expected"),
     ],
 )
-def test_a_recipe_that_makes_no_sense_is_refused(content, told, folder):
-    with pytest.raises(ValueError, match=told):
+def test_an_invalid_recipe_is_refused(content, message, folder):
+    with pytest.raises(ValueError, match=message):
         recipes.read(write(content))
 
 
-def test_a_recipe_that_is_not_there(folder):
+def test_a_missing_recipe(folder):
     result = CliRunner().invoke(app, ["reproduce", "table2", "--setting", "gpt3"])
     assert result.exit_code == 2
     assert "no such recipe. Settings there: tiny." in result.stderr
     result = CliRunner().invoke(app, ["reproduce", "table9", "--setting", "tiny"])
-    assert "no such recipe. Say with --experiments where" in result.stderr
+    assert "no such recipe. Give the folder of the recipes with --experiments." in result.stderr
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -133,20 +133,20 @@ def test_a_recipe_from_beginning_to_end(folder, monkeypatch):
     result = reproduce()
     assert result.exit_code == 0, result.stderr
     results = folder / "table2/results/tiny"
-    found = {path.relative_to(results).as_posix() for path in results.rglob("*.json")}
-    assert found == {f"{cell}/{file}.json" for cell in ("plain-seed0", "recurrent-4-seed0") for file in ("run", "validation")}  # fmt: skip  # noqa: E501
+    files = {path.relative_to(results).as_posix() for path in results.rglob("*.json")}
+    assert files == {f"{cell}/{file}.json" for cell in ("plain-seed0", "recurrent-4-seed0") for file in ("run", "validation")}  # fmt: skip  # noqa: E501
     record = json.loads((results / "recurrent-4-seed0/run.json").read_text())
     assert record["settings"]["learning_rate"] == [1e-4], "the rates of the plain cell"
-    rows = tables.find(recipes.read(recipes.path_of(folder, "table2", "tiny"))).rows
+    rows = tables.load(recipes.read(recipes.path_of(folder, "table2", "tiny"))).rows
     shown = {(row.label, row.overlap, row.use_state) for row in rows}
     assert shown == {("plain", 0, False), ("plain", 4, False), ("recurrent-4", 4, True), ("recurrent-4", 4, False)}
     page = (folder / "table2/README.md").read_text()
-    kept = next(row for row in rows if row.use_state)
-    assert f"{kept.perplexity:,.2f}" in page
+    recurrent = next(row for row in rows if row.use_state)
+    assert f"{recurrent.perplexity:,.2f}" in page
     assert (folder / "table2/tiny.png").exists()
     assert "by overlap, 4:" in (folder / "CLAIMS.md").read_text()
 
-    # what is finished is not run again, wherever the text is now
+    # finished cells are not run again, even if the text was moved
     monkeypatch.setattr(run, "train", lambda *args, **kwargs: pytest.fail("trained again"))
     with monkeypatch.context() as patch:
         patch.setattr(run, "evaluate", lambda *args, **kwargs: pytest.fail("scored again"))
@@ -170,7 +170,7 @@ def finished(folder):
     return folder / "table2/results/tiny"
 
 
-def test_a_model_that_was_thrown_away_is_not_quietly_replaced(finished):
+def test_a_deleted_model_is_not_silently_retrained(finished):
     Path("runs").rename("thrown-away")
     result = reproduce("--test")
     assert result.exit_code == 2
@@ -178,13 +178,13 @@ def test_a_model_that_was_thrown_away_is_not_quietly_replaced(finished):
     assert not (finished / "plain-seed0/test.json").exists()
 
 
-def test_results_of_another_recipe_are_not_mixed_with_these(finished):
+def test_results_of_another_recipe_are_refused(finished):
     write(changed(train={**CONTENT["train"], "train_tokens": 400}))
     refused = reproduce()
     assert refused.exit_code == 2
     assert "train_tokens: 300 there, 400 in the recipe" in refused.stderr
     assert reproduce("--tables-only").exit_code == 0
-    assert "Nothing is measured yet" in Path("experiments/CLAIMS.md").read_text()
+    assert "Nothing is measured yet" in Path("experiments/paper/CLAIMS.md").read_text()
 
 
 def test_a_text_scored_in_another_way_is_scored_again(finished):
@@ -195,12 +195,12 @@ def test_a_text_scored_in_another_way_is_scored_again(finished):
     assert json.loads(file.read_text())["data"]["tokens"] < before
 
 
-def test_a_result_of_another_training_run_does_not_count(finished):
+def test_results_of_another_training_run_are_ignored(finished):
     record = json.loads((finished / "plain-seed0/run.json").read_text())
     (finished / "plain-seed0/run.json").write_text(json.dumps({**record, "date": "another day"}))
-    found = tables.find(recipes.read(recipes.path_of(Path("experiments"), "table2", "tiny")))
-    assert found.unfinished == ["plain-seed0"]
-    assert {row.label for row in found.rows} == {"recurrent-4"}
+    results = tables.load(recipes.read(recipes.path_of(Path("experiments/paper"), "table2", "tiny")))
+    assert results.unfinished == ["plain-seed0"]
+    assert {row.label for row in results.rows} == {"recurrent-4"}
 
 
 @pytest.mark.parametrize("what", ["base models", "training texts"])
@@ -210,24 +210,24 @@ def test_models_of_different_origin_are_not_compared(what, finished):
     name = {"base models": "base", "training texts": "data"}[what]
     record["circumstances"][name] = "another"
     file.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=f"different {what} are side by side"):
-        tables.find(recipes.read(recipes.path_of(Path("experiments"), "table2", "tiny")))
-    assert reproduce("--tables-only").exit_code == 0, "one bad page keeps none of the others back"
+    with pytest.raises(ValueError, match=f"the results have different {what}"):
+        tables.load(recipes.read(recipes.path_of(Path("experiments/paper"), "table2", "tiny")))
+    assert reproduce("--tables-only").exit_code == 0, "the other pages are still written"
 
 
 def test_a_cell_that_another_experiment_runs(finished):
-    path = recipes.path_of(Path("experiments"), "windows", "tiny")
+    path = recipes.path_of(Path("experiments/paper"), "windows", "tiny")
     path.parent.mkdir(parents=True)
     cells = {"plain-16": {"same_as": "table2/plain", "overlaps": [0]}}
     score = {"validation": CONTENT["score"]["validation"]}
     path.write_text(yaml.safe_dump({**CONTENT, "table": "windows", "score": score, "cells": cells}))
-    found = tables.find(recipes.read(path))
-    assert [(row.label, row.overlap, row.window) for row in found.rows] == [("plain-16", 0, 16)]
-    assert not found.unfinished
+    results = tables.load(recipes.read(path))
+    assert [(row.label, row.overlap, row.window) for row in results.rows] == [("plain-16", 0, 16)]
+    assert not results.unfinished
 
 
-def test_cells_side_by_side(folder):
-    """Each in a process of its own: the same results, and what failed is said with where to look."""
+def test_cells_in_parallel(folder):
+    """Each cell runs in its own process; a failure is reported with its log."""
     own = {"train": {"recurrence": False, "learning_rate": "1e-4"}, "overlaps": [0]}
     write(changed(cells={"plain": own, "later": {**own, "rates_of": "rates/nothing"}}, seeds=[0, 1]))
     result = reproduce("--jobs", "2", "--cell", "plain", "--cell", "later-seed1")
@@ -239,11 +239,11 @@ def test_cells_side_by_side(folder):
     ]
     assert len(alone) == 2
     assert not (folder / "table2" / "README.md").exists()
-    assert reproduce("--jobs", "2", "--cell", "plain").exit_code == 0, "nothing is left to do"
+    assert reproduce("--jobs", "2", "--cell", "plain").exit_code == 0, "everything is finished"
     assert (folder / "table2" / "README.md").exists()
 
 
-def test_side_by_side_is_stopped_gently(folder):
+def test_parallel_cells_stop_gracefully(folder):
     write(changed(train={**CONTENT["train"], "train_tokens": 10**8, "eval_tokens": 10**8}, seeds=[0, 1]))
     command = [sys.executable, "-m", "carryforward", "reproduce", "table2", "--setting", "tiny", "--device", "cpu",
                "--jobs", "2", "--cell", "plain"]  # fmt: skip
@@ -256,12 +256,12 @@ def test_side_by_side_is_stopped_gently(folder):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
-    assert "To go on, give the same command again" in process.stderr.read()
+    assert "To resume, run the same command again" in process.stderr.read()
     for log in logs:
         assert "stopped at step" in log.read_text()
 
 
-def test_a_run_that_was_stopped_goes_on_with_what_is_missing(folder, monkeypatch):
+def test_a_stopped_run_resumes(folder, monkeypatch):
     real, calls = run.evaluate, []
 
     def fails_once(name, *args, **kwargs):
@@ -287,7 +287,7 @@ def test_a_cell_that_waits_for_another(folder):
     assert "this recipe has plain, recurrent-4" in unknown.stderr
 
 
-# --- what is told ---------------------------------------------------------------------------------------------------
+# --- tables, figures, claims ------------------------------------------------------------------------------------------
 
 PAPER = {  # table 2, test
     "plain": {0: 147.71, 5: 142.30, 10: 139.49, 30: 134.30, 50: 131.25, 75: 128.46,
@@ -308,24 +308,24 @@ def paper_rows():
 
 
 def with_controls(rows, factor=1.1):
-    """Beside each recurrent row what it is without its state."""
+    """Add a control, with the state removed, for each recurrent row."""
     removed = [replace(r, use_state=False, perplexity=r.perplexity * factor) for r in rows if r.recurrent]
     return [*rows, *removed]
 
 
 def judged(judge, **parts):
-    return judge(claims.Results(**{name: claims.Part(rows, True) for name, rows in parts.items()}))
+    return judge(claims.SettingResults(**{name: claims.ExperimentRows(rows, True) for name, rows in parts.items()}))
 
 
 TABLE2 = (claims.c1, claims.c2, claims.c3, claims.c4)
 
 
-def test_the_papers_own_numbers_bear_out_its_claims():
+def test_the_papers_own_numbers_support_its_claims():
     for judge in TABLE2:
         assert judged(judge, overlaps=paper_rows()).holds is True
-    assert "0: -9.9 %" in judged(claims.c1, overlaps=paper_rows()).told
-    told = judged(claims.c4, overlaps=paper_rows()).told
-    assert "119.93; plain at 200: 121.40 (-1.2 %), for 2.10e8 against 5.25e8" in told
+    assert "0: -9.9 %" in judged(claims.c1, overlaps=paper_rows()).reason
+    reason = judged(claims.c4, overlaps=paper_rows()).reason
+    assert "119.93; plain at 200: 121.40 (-1.2 %), for 2.10e8 against 5.25e8" in reason
 
 
 def test_claims_that_do_not_hold():
@@ -335,28 +335,28 @@ def test_claims_that_do_not_hold():
     assert judged(claims.c4, overlaps=dear).holds is False, "not for under half the FLOPs"
 
 
-def test_what_lies_within_the_noise_decides_nothing():
-    one, other = [row("r", 0, 99.9, trained=0)], [row("plain", 0, 100.0)]
-    assert judged(claims.c1, overlaps=[*one, *other]).holds is None
-    assert claims.lower([row("r", 0, 95.0), row("r", 0, 104.0, seed=1)], [*other, row("p", 0, 100.0, seed=1)]) is None
-    assert claims.lower([row("r", 0, 95.0), row("r", 0, 96.0, seed=1)], [*other, row("p", 0, 100.0, seed=1)]) is True
+def test_differences_within_noise_are_undecided():
+    assert judged(claims.c1, overlaps=[row("r", 0, 99.9, trained=0), row("plain", 0, 100.0)]).holds is None
+    plain = [row("plain", 0, 100.0), row("plain", 0, 100.0, seed=1)]
+    assert claims.is_lower([row("r", 0, 95.0), row("r", 0, 104.0, seed=1)], plain) is None
+    assert claims.is_lower([row("r", 0, 95.0), row("r", 0, 96.0, seed=1)], plain) is True
 
 
-def test_seeds_are_compared_with_themselves():
+def test_seeds_are_compared_pairwise():
     rows = [row("plain", 0, 100.0), row("r", 0, 99.0, trained=0), row("r", 0, 104.0, trained=0, seed=1)]
     assert judged(claims.c1, overlaps=rows).holds is True
-    assert "0: -1.0 %" in judged(claims.c1, overlaps=rows).told
+    assert "0: -1.0 %" in judged(claims.c1, overlaps=rows).reason
 
 
 def test_claims_about_windows():
     plain = [row("plain", 0, p, window=w) for w, p in ((200, 160.0), (300, 147.0), (400, 140.0))]
     recurrent = [row("r", 0, p, window=w, trained=0) for w, p in ((200, 140.0), (300, 132.0), (400, 129.0))]
-    # attention makes a longer window dearer
+    # attention makes a longer window cost more
     rows = [replace(r, flops=1e8 * (1 + r.window / 1000)) for r in [*plain, *recurrent]]
     verdict = judged(claims.c5, windows=rows)
     assert verdict.holds is True
-    assert "200: 12.5 %" in verdict.told
-    assert "3 of 3 recurrent points" in verdict.told
+    assert "200: 12.5 %" in verdict.reason
+    assert "3 of 3 recurrent points" in verdict.reason
     cheap = replace(rows[0], overlap=50, perplexity=120.0, flops=1e8)  # plain, better than all for less
     assert judged(claims.c5, windows=[*rows, cheap]).holds is False
     narrower = [replace(r, perplexity=159.0) if r.recurrent and r.window == 200 else r for r in rows]
@@ -366,8 +366,8 @@ def test_claims_about_windows():
 def test_claims_about_texts_and_overlaps():
     books = with_controls(paper_rows())
     articles = with_controls([row("plain", 0, 30.47), row("r", 0, 29.01, trained=0)])
-    assert judged(claims.c8, overlaps=books, beside=articles).holds is True
-    assert judged(claims.c8, overlaps=articles, beside=books).holds is False
+    assert judged(claims.c8, overlaps=books, wikitext=articles).holds is True
+    assert judged(claims.c8, overlaps=articles, wikitext=books).holds is False
     for perplexity, holds in ((121.0, True), (100.0, True), (130.0, False)):
         other = row("recurrent-0", 50, perplexity, trained=0)
         assert judged(claims.c9, overlaps=[*books, other]).holds is holds
@@ -383,36 +383,36 @@ def test_claims_about_alternatives():
     assert judged(claims.c11, variants=rows).holds is True
     better = [*rows, row("four-slots", 0, 94.0, trained=0)]
     assert judged(claims.c11, variants=better).holds is False
-    assert "four-slots -6.0 %" in judged(claims.c11, variants=better).told
+    assert "four-slots -6.0 %" in judged(claims.c11, variants=better).reason
     elsewhere = [*rows, row("layer-6", 0, 94.0, trained=0)]  # none of the paper's alternatives
     assert judged(claims.c11, variants=elsewhere) == judged(claims.c11, variants=rows)
 
 
 @pytest.mark.parametrize("judge", [claims.c8, claims.c9, claims.c10, claims.c11])
-def test_nothing_is_said_of_a_state_that_does_nothing(judge):
+def test_claims_about_an_unused_state_are_undecided(judge):
     rows = [row("plain", 0, 100.0), row("plain", 50, 90.0), row("paper", 0, 100.1, trained=0)]
     rows += [row("late", 0, 100.2, trained=0), row("max", 0, 100.1, trained=0), row("r-50", 50, 90.1, trained=50)]
     rows = with_controls([*rows, row("paper", 50, 90.1, trained=0)], 1.0)
-    verdict = judged(judge, overlaps=rows, beside=rows, variants=[r for r in rows if r.overlap == 0])
+    verdict = judged(judge, overlaps=rows, wikitext=rows, variants=[r for r in rows if r.overlap == 0])
     assert verdict.holds is None
-    assert "the state is of no use yet" in verdict.told
+    assert "the state does not help yet" in verdict.reason
 
 
-def test_what_was_not_measured_or_not_all_is_said():
-    page = claims.page({"bundled": claims.Results()})
+def test_missing_and_incomplete_results_are_reported():
+    page = claims.page({"bundled": claims.SettingResults()})
     assert page.count("not measured yet") == len(claims.CLAIMS)
-    half = claims.Results(overlaps=claims.Part(paper_rows(), complete=False))
-    assert "not all of it measured yet; so far, by overlap" in claims.page({"bundled": half})
+    half = claims.SettingResults(overlaps=claims.ExperimentRows(paper_rows(), complete=False))
+    assert "incomplete; so far, by overlap" in claims.page({"bundled": half})
     assert "holds" not in claims.page({"bundled": half})
 
 
-def test_test_rows_count_only_when_all_are_there():
+def test_test_rows_are_used_only_if_complete():
     rows = [row("plain", 0, 100.0), row("plain", 0, 120.0, text="validation")]
     rows[1] = replace(rows[1], split="validation")
-    whole = tables.Found(rows, {}, [], [])
-    assert [r.perplexity for r in pages._part(whole, beside=False).rows] == [100.0]
-    part = tables.Found(rows, {}, [], ["recurrent-seed0"])
-    assert [r.perplexity for r in pages._part(part, beside=False).rows] == [120.0]
+    whole = tables.RecipeResults(rows, {}, [], [])
+    assert [r.perplexity for r in pages._select(whole, wikitext=False).rows] == [100.0]
+    part = tables.RecipeResults(rows, {}, [], ["recurrent-seed0"])
+    assert [r.perplexity for r in pages._select(part, wikitext=False).rows] == [120.0]
 
 
 def test_tables_of_several_seeds():
@@ -429,13 +429,13 @@ def test_tables_of_several_seeds():
     assert "not finite" in tables.overlaps([replace(rows[0], perplexity=math.inf)])
 
 
-def test_an_overlap_that_was_not_trained_at_has_a_table_of_its_own():
+def test_untrained_overlaps_have_their_own_table():
     table = tables.overlaps([*paper_rows(), row("recurrent-0", 50, 121.13, trained=0)])
     assert "| 50 | 131.25 | 2.10e8 | 119.93 | 2.10e8 | -8.6 % | – |" in table
     assert "| 0 | 50 | 121.13 | +1.0 % |" in table
 
 
-def test_learning_rates_that_were_tried():
+def test_table_of_learning_rates():
     search = [{"rates": [1e-4, 1e-3], "word_perplexity": 12.5}, {"rates": [3e-4, 1e-3], "word_perplexity": None}]
     record = {"settings": {"recurrence": True}, "search": search}
     assert tables.searches({"a-seed0": {**record, "search": []}}) == ""
@@ -445,16 +445,16 @@ def test_learning_rates_that_were_tried():
     assert "| a-seed0 | 0.0003 | 0.001 | not finite |  |" in table
 
 
-def test_the_frontier():
+def test_the_pareto_frontier():
     points = [(1.0, 10.0), (2.0, 8.0), (2.5, 9.0), (3.0, 8.0), (4.0, 7.0), (1.0, 11.0)]
-    assert figures.frontier(points) == [(1.0, 10.0), (2.0, 8.0), (4.0, 7.0)]
+    assert figures.pareto_frontier(points) == [(1.0, 10.0), (2.0, 8.0), (4.0, 7.0)]
 
 
-def test_variants_beside_overlaps_are_lines_of_their_own(tmp_path):
+def test_variants_are_drawn_as_separate_lines(tmp_path):
     rows = [row("plain", 0, 100.0), row("plain", 50, 90.0), row("a", 0, 95.0, trained=0), row("b", 0, 91.0, trained=0)]
     rows.append(row("b", 0, 101.0, trained=0, use_state=False))
     lines = figures._lines(rows, by_label=True)
-    assert [(line.name, len(line.points), len(line.removed)) for line in lines] == [
+    assert [(line.name, len(line.points), len(line.control)) for line in lines] == [
         ("plain", 2, 0), ("a", 1, 0), ("b", 1, 1)]  # fmt: skip
     assert figures.write("variants", rows, tmp_path / "x") == [tmp_path / "x.png"]
     assert figures.write("variants", [r for r in rows if r.overlap == 0], tmp_path / "y") == []

@@ -1,70 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's protocol on `Trainer`: what is scored, what is kept, and that a run killed anywhere resumes exactly."""
+"""The paper's protocol on `Trainer`: what is scored, what is kept, and several processes."""
 
-import json
 import math
-import multiprocessing
 import os
-import shutil
-import signal
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import ranks, tiny
+from helpers.trainers import HELD_OUT, NO_DROPOUT, SGD, TARGETS, TRAIN, Watch, assert_identical, trainer, weights
 from torch.testing import assert_close
 from transformers import BatchEncoding, TrainerCallback
 
-from carryforward.data.documents import Documents
 from carryforward.data.samples import Samples, StatefulBatchSampler
 from carryforward.evaluation.perplexity import perplexity
 from carryforward.training import callbacks
 from carryforward.training.base_trainer import NonFiniteLoss
 from carryforward.training.trainer import RecurrentTrainer, RecurrentTrainingArguments
-from carryforward.utils import checkpoints, console
-
-RNG = np.random.default_rng(0)
-LENGTHS = (5, 1, 40, 77, 100, 12, 63, 2)
-TRAIN = Documents.of([RNG.integers(5, 30, size=n) for n in LENGTHS], words=[3] * len(LENGTHS))
-HELD_OUT = Documents.of([RNG.integers(5, 30, size=n) for n in (30, 50, 1)], words=[20, 30, 1], bytes=[90, 150, 2])
-NO_DROPOUT, DROPOUT = (dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), p) for p in (0.0, 0.1))
-# Adam makes a step of full size out of a gradient that is rounding error, as a key's bias has it
-SGD = {"optim": "sgd", "learning_rate": 0.1, "recurrence_learning_rate": 0.1}
-TARGETS = sum(n - 1 for n in LENGTHS)
-
-
-def trainer(out, *, callbacks=(), held_out=HELD_OUT, settings=None, fields=None, **arguments):
-    torch.manual_seed(0)
-    model = tiny.recurrent("gpt2", settings=settings or NO_DROPOUT, **(fields or {}))
-    defaults = {
-        "windows_per_sample": 3, "eval_tokens": 150, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
-        "warmup_steps": 2, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
-    }  # fmt: skip
-    args = RecurrentTrainingArguments(str(out), **{**defaults, **arguments})
-    return RecurrentTrainer(model, args, TRAIN, held_out, callbacks=list(callbacks))
-
-
-def weights(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def assert_identical(first, second):
-    assert first.keys() == second.keys()
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert not different
-
-
-class Watch(TrainerCallback):
-    """Calls a function at the end of every step."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.function(state, control)
-
+from carryforward.utils import checkpoints, progress
 
 # --- the protocol --------------------------------------------------------------------------------------------------
 
@@ -133,15 +87,15 @@ def test_validation_is_the_perplexity_of_whole_documents(tmp_path):
 
 
 def test_validation_shows_how_far_it_is(tmp_path, monkeypatch):
-    shown, show = [], console.Bar.set
+    shown, show = [], progress.ProgressBar.update
 
-    def watched(bar, done, remark=None):
+    def watched(bar, done, total=None, remark=None):
         shown.append(remark)
-        show(bar, done, remark)
+        show(bar, done, total, remark)
 
-    monkeypatch.setattr(console.Bar, "set", watched)
+    monkeypatch.setattr(progress.ProgressBar, "update", watched)
     run = trainer(tmp_path, num_train_epochs=1, eval_tokens=10**6, per_device_eval_batch_size=1)
-    callbacks.show(run)
+    callbacks.use_progress_bar(run)
     run.train()
     parts = [int(remark[12:-1]) for remark in shown if remark and remark.startswith("validating")]
     assert parts == sorted(parts)
@@ -154,14 +108,14 @@ def test_validation_shows_how_far_it_is(tmp_path, monkeypatch):
 
 
 def test_what_a_bar_does_beside_its_work_is_not_in_its_rate(monkeypatch):
-    now = iter([0.0, 0.0, *range(10, 1000, 10)])  # ten seconds from each look at the clock to the next
-    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(now)))
-    bar = console.Bar("training", 100, "tokens")
-    monkeypatch.setattr(console.Bar, "set", lambda bar, done, remark=None: setattr(bar, "done", done))
-    bar.set(50)
-    with bar.aside("validating", 10) as progress:  # looks at 10
-        progress(5)  # 20
-    assert (bar.begun, bar.done) == (20.0, 50)  # 30: twenty seconds later than it was
+    now = iter(range(0, 1000, 10))  # ten seconds from each look at the clock to the next
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
+    bar = progress.ProgressBar("training", 100, "tokens")  # looks at 0
+    monkeypatch.setattr(progress.ProgressBar, "update", lambda bar, done, remark=None: setattr(bar, "done", done))
+    bar.update(50)
+    with bar.subtask("validating", 10) as advance:  # looks at 10
+        advance(5)  # 20
+    assert (bar.started, bar.done) == (20.0, 50)  # 30: twenty seconds later than it was
     assert bar.rate == pytest.approx(50 / 20)  # 40
 
 
@@ -172,7 +126,7 @@ def test_the_best_is_kept(tmp_path):
     assert min(history.values()) == job.state.best_metric == pytest.approx(job.evaluate()["eval_word_perplexity"])
     assert job.state.best_global_step < job.state.global_step, "or this test shows nothing"
     assert (tmp_path / f"checkpoint-{job.state.best_global_step}").exists()
-    assert len(checkpoints.of_run(tmp_path)) == 2
+    assert len(checkpoints.list_checkpoints(tmp_path)) == 2
 
 
 def test_learning_rates_are_separate(tmp_path):
@@ -181,8 +135,8 @@ def test_learning_rates_are_separate(tmp_path):
     rates = {id(p): group["lr"] for group in job.optimizer.param_groups for p in group["params"]}
     decays = {id(p): group["weight_decay"] for group in job.optimizer.param_groups for p in group["params"]}
     assert {rates[id(p)] for p in job.model.base.parameters()} == {1e-4}
-    assert {rates[id(p)] for p in job.model.recurrence.parameters()} == {1e-2}
-    assert decays[id(job.model.recurrence.weight)] == 0.1
+    assert {rates[id(p)] for p in job.model.memory.parameters()} == {1e-2}
+    assert decays[id(job.model.memory.vector.networks[0][-1].weight)] == 0.1
     assert len(rates) == len(list(job.model.parameters()))
     same = trainer(tmp_path, learning_rate=1e-4, recurrence_learning_rate=None)
     assert {group["lr"] for group in same.create_optimizer().param_groups} == {1e-4}
@@ -194,7 +148,7 @@ def test_only_one_part_is_trained(tmp_path, arguments):
     before = weights(job.model)
     job.train()
     changed = {name.split(".")[0] for name, value in weights(job.model).items() if not torch.equal(value, before[name])}
-    assert changed == ({"recurrence"} if "freeze_base" in arguments else {"base"})
+    assert changed == ({"memory"} if "freeze_base" in arguments else {"base"})
 
 
 def test_without_recurrence_the_base_model_is_trained_on_windows_that_stand_alone(tmp_path):
@@ -222,7 +176,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_are_touched(tmp_pa
         job.train()
     after = weights(job.model)
     assert all(torch.equal(value.nan_to_num(7), after[name].nan_to_num(7)) for name, value in before.items())
-    assert checkpoints.latest(tmp_path) is not None, "what was saved is still there"
+    assert checkpoints.latest_checkpoint(tmp_path) is not None, "what was saved is still there"
 
 
 def test_a_gradient_that_is_not_a_number_is_never_saved(tmp_path):
@@ -231,20 +185,20 @@ def test_a_gradient_that_is_not_a_number_is_never_saved(tmp_path):
 
     def poison(state, control):
         if state.global_step == 3:
-            weight = job.model.recurrence.weight
+            weight = job.model.memory.vector.networks[0][-1].weight
             weight.register_hook(lambda gradient: gradient * math.nan)
 
     job.add_callback(Watch(poison))
     with pytest.raises(NonFiniteLoss, match="at step 4"):
         job.train()
-    assert checkpoints.latest(tmp_path).name == "checkpoint-3"
+    assert checkpoints.latest_checkpoint(tmp_path).name == "checkpoint-3"
     assert all(value.isfinite().all() for value in weights(job.model).values())
 
 
 def test_strategies_of_trainer_are_honoured(tmp_path):
     job = trainer(tmp_path, save_strategy="no", eval_strategy="no", load_best_model_at_end=False, train_tokens=300)
     job.train()
-    assert not checkpoints.of_run(tmp_path)
+    assert not checkpoints.list_checkpoints(tmp_path)
     assert not any("eval_loss" in entry for entry in job.state.log_history)
 
 
@@ -292,14 +246,14 @@ def test_what_cannot_be_validated_on_is_refused(tmp_path):
 
 
 def test_nothing_to_train_is_refused(tmp_path):
-    model = tiny.recurrent("llama", slots=0, kept=4)
-    with pytest.raises(ValueError, match="has nothing to be trained"):
+    model = tiny.recurrent("llama", slots=0, recent=4)
+    with pytest.raises(ValueError, match="has no parameters to train"):
         RecurrentTrainer(model, RecurrentTrainingArguments(str(tmp_path), use_cpu=True, freeze_base=True), TRAIN)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])  # with nothing new to train, and with places
-def test_what_is_kept_is_trained(tmp_path, name):
-    model = tiny.recurrent(name, slots=0, kept=4, sinks=1)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])  # with nothing new to train, and with position offsets
+def test_carried_keys_and_values_are_trained(tmp_path, name):
+    model = tiny.recurrent(name, slots=0, recent=4, sinks=1)
     args = RecurrentTrainingArguments(
         str(tmp_path), use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2, train_tokens=600,
         learning_rate=1e-3, windows_per_sample=3, save_strategy="no", eval_strategy="no", load_best_model_at_end=False,
@@ -307,7 +261,7 @@ def test_what_is_kept_is_trained(tmp_path, name):
     before = weights(model)
     RecurrentTrainer(model, args, TRAIN).train()
     changed = {key.split(".")[0] for key, value in weights(model).items() if not value.equal(before[key])}
-    assert changed == ({"base", "recurrence"} if name == "gpt2" else {"base"})
+    assert changed == ({"base", "memory"} if name == "gpt2" else {"base"})
 
 
 def test_other_models_are_refused(tmp_path):
@@ -318,19 +272,19 @@ def test_other_models_are_refused(tmp_path):
 # --- carrying the state from sample to sample ----------------------------------------------------------------------
 
 
-def test_lanes_read_documents_in_order_and_score_every_target_once():
-    samples = Samples(TRAIN, 8, 2, 3, in_pieces=True)
-    lanes = StatefulBatchSampler(samples, rows=3, seed=0)
+def test_rows_of_batches_read_documents_in_order_and_score_every_target_once():
+    samples = Samples(TRAIN, 8, 2, 3, carry_state=True)
+    sampler = StatefulBatchSampler(samples, rows=3, seed=0)
     for epoch in (0, 1):
-        table = lanes.indices(epoch).reshape(-1, 3)
+        table = sampler.indices(epoch).reshape(-1, 3)
         used = table[table < len(samples)]
         assert sorted(used) == list(range(len(samples)))
         for row in table.T:
-            pieces = [samples.pieces[i] for i in row if i < len(samples)]
-            for (document, _, stop, _), (following, start, _, _) in pairwise(pieces):
+            spans = [samples.spans[i] for i in row if i < len(samples)]
+            for (document, _, stop, _), (following, start, _, _) in pairwise(spans):
                 assert (following == document and start == stop) or start == 0
-    assert lanes.indices(0).tolist() != lanes.indices(1).tolist()
-    assert len(lanes) == table.size
+    assert sampler.indices(0).tolist() != sampler.indices(1).tolist()
+    assert len(sampler) == table.size
 
 
 def test_with_the_state_carried_an_epoch_scores_what_whole_documents_score(tmp_path):
@@ -345,138 +299,20 @@ def test_with_the_state_carried_an_epoch_scores_what_whole_documents_score(tmp_p
     assert nats == pytest.approx(perplexity(job.model, TRAIN).nats, rel=1e-5)
 
 
-# --- resuming ------------------------------------------------------------------------------------------------------
-
-LONG = {"settings": DROPOUT, "num_train_epochs": 2, "save_tokens": 70}
-
-
-def _die(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _doomed(out, moment):
-    """Train, and be killed at a moment."""
-    job = trainer(out, **LONG)
-    if moment.startswith("step"):
-        number = int(moment.split()[1])
-        job.add_callback(Watch(lambda state, control: state.global_step == number and _die()))
-    elif moment == "weights written":  # of the second checkpoint
-        save = job._save_optimizer_and_scheduler
-        job._save_optimizer_and_scheduler = lambda folder: _die() if checkpoints.of_run(out) else save(folder)
-    elif moment == "before the rename":
-        seal = checkpoints.seal
-        checkpoints.seal = lambda folder: (seal(folder), len(checkpoints.of_run(out)) > 1 and _die())
-    elif moment == "deleting an old one":
-        checkpoints.shutil.rmtree = lambda path, **kwargs: ".discarded" in str(path) and _die()
-    elif moment == "validating":
-        job._perplexity = _die
-    job.train(resume_from_checkpoint=True)
-
-
-@pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory):
-    job = trainer(tmp_path_factory.mktemp("whole"), **LONG)
-    job.train()
-    return job
-
-
-def test_resumed_with_a_carried_state_equals_never_stopped(tmp_path):
-    carrying = LONG | {"carry_state": True}
-    whole = trainer(tmp_path / "whole", **carrying)
-    whole.train()
-    trainer(tmp_path / "stopped", callbacks=[Watch(_stop_at(4))], **carrying).train()
-    again = trainer(tmp_path / "stopped", **carrying)
-    again.train(resume_from_checkpoint=True)
-    assert_identical(weights(again.model), weights(whole.model))
-
-
-@pytest.mark.parametrize(
-    "moments",
-    [["step 1"], ["step 7", "step 13"], ["weights written"], ["before the rename"], ["deleting an old one"],
-     ["validating"]],
-    ids=", ".join,
-)  # fmt: skip
-def test_killed_and_resumed_equals_never_stopped(never_stopped, tmp_path, moments):
-    for moment in moments:
-        child = multiprocessing.get_context("fork").Process(target=_doomed, args=(tmp_path, moment))
-        child.start()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
-    job = trainer(tmp_path, **LONG)
-    job.train(resume_from_checkpoint=True)
-    assert job.state.global_step == never_stopped.state.global_step
-    assert_identical(weights(job.model), weights(never_stopped.model))
-    states = [run.optimizer.state_dict()["state"] for run in (job, never_stopped)]
-    assert all(torch.equal(states[0][i]["exp_avg_sq"], state["exp_avg_sq"]) for i, state in states[1].items())
-    assert job.state.best_metric == never_stopped.state.best_metric
-
-
-def test_a_checkpoint_that_was_cut_short_is_passed_over(never_stopped, tmp_path, caplog):
-    job = trainer(tmp_path, callbacks=[Watch(_stop_at(8))], **LONG)
-    job.train()
-    newest, older = reversed(checkpoints.of_run(tmp_path)[-2:])
-    file = newest / "optimizer.pt"
-    file.write_bytes(file.read_bytes()[:-10])
-    assert checkpoints.latest(tmp_path) == older
-    assert f"{newest} is incomplete" in caplog.text
-    again = trainer(tmp_path, **LONG)
-    again.train(resume_from_checkpoint=True)
-    assert_identical(weights(again.model), weights(never_stopped.model))
-    with pytest.raises(ValueError, match="is not there or was cut short"):
-        trainer(tmp_path, **LONG).train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
-
-
-def test_resumed_from_its_last_checkpoint_a_run_trains_no_further(tmp_path):
-    """In the middle of an epoch, `Trainer` by itself would train one more step."""
-    whole = trainer(tmp_path, settings=DROPOUT, train_tokens=300, load_best_model_at_end=False)
-    whole.train()
-    again = trainer(tmp_path, settings=DROPOUT, train_tokens=300, load_best_model_at_end=False)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == whole.state.global_step
-    assert_identical(weights(again.model), weights(whole.model))
-
-
-def test_a_damaged_checkpoint_does_not_cost_the_good_ones(tmp_path):
-    trainer(tmp_path, callbacks=[Watch(_stop_at(9))], **LONG).train()
-    newest = checkpoints.of_run(tmp_path)[-1]
-    damaged = newest.with_name("checkpoint-99")
-    newest.rename(damaged)
-    (damaged / "optimizer.pt").write_bytes(b"")
-    job = trainer(tmp_path, callbacks=[Watch(_stop_at(11))], **LONG)
-    job.train(resume_from_checkpoint=True)
-    assert checkpoints.latest(tmp_path).name == "checkpoint-11"
-    assert not damaged.exists()
-
-
-@pytest.mark.parametrize("harm", [shutil.rmtree, lambda folder: (folder / "model.safetensors").write_bytes(b"")])
-def test_a_best_checkpoint_that_is_lost_is_not_claimed(tmp_path, harm, caplog):
-    trainer(tmp_path, callbacks=[Watch(_stop_at(9))], **LONG).train()
-    job = trainer(tmp_path, **LONG)
-    state = json.loads((checkpoints.latest(tmp_path) / "trainer_state.json").read_text())
-    harm(Path(state["best_model_checkpoint"]))
-    job.train(resume_from_checkpoint=True)
-    assert job.state.best_metric == pytest.approx(job.evaluate()["eval_word_perplexity"])
-
-
-def _stop_at(step):
-    def stop(state, control):
-        if state.global_step == step:
-            control.should_save = control.should_training_stop = True
-
-    return stop
-
-
 # --- several processes ---------------------------------------------------------------------------------------------
 
 
-def _on_two_ranks(rank, folder, keep_graph):
+KV = {"slots": 0, "recent": 4, "sinks": 1}
+
+
+def _on_two_ranks(rank, folder, fields):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     job = trainer(
         folder,
         per_device_train_batch_size=2,
         train_tokens=500,
         eval_tokens=200,
-        fields={"keep_graph": keep_graph},
+        fields=fields,
         **SGD,
     )
     gradients = {}
@@ -496,14 +332,17 @@ class _KeepGradients(TrainerCallback):
             self.gradients[f"{state.global_step} {name}"] = parameter.grad.clone()
 
 
-@pytest.mark.parametrize("keep_graph", [False, True], ids=["recomputed", "kept"])
-def test_two_processes_train_as_one(tmp_path, keep_graph):
+@pytest.mark.parametrize("fields", [{}, {"keep_graph": True}, KV], ids=["recomputed", "kept", "kv"])
+def test_two_processes_train_as_one(tmp_path, fields):
     """The last batches have samples of a single window, and empty ones that fill up."""
-    first, second = ranks.run(_on_two_ranks, tmp_path, str(tmp_path / "run"), keep_graph)
+    first, second = ranks.run(_on_two_ranks, tmp_path, str(tmp_path / "run"), fields)
     assert_identical(first["gradients"], second["gradients"])
     assert_identical(first["weights"], second["weights"])
     assert first["validation"] == second["validation"]
-    alone = trainer(tmp_path / "alone", per_device_train_batch_size=4, train_tokens=500, eval_tokens=200, **SGD)
+    fields = {key: value for key, value in fields.items() if key != "keep_graph"}
+    alone = trainer(
+        tmp_path / "alone", per_device_train_batch_size=4, train_tokens=500, eval_tokens=200, fields=fields, **SGD
+    )
     alone.train()
     history = alone.state.log_history
     assert_close(first["losses"], [e["loss"] for e in history if "loss" in e], rtol=1e-5, atol=1e-5)

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models continue contexts of a corpus, and what they wrote is kept: an interrupted run goes on where it was."""
+"""Draw contexts from documents and let models continue them greedily (section 5.3 of the paper).
+
+A context ends where a window ends. While a recurrent model writes the next window, it therefore knows the context only
+through its state. The first new token is an exception: the context's last window predicts it. With the state removed,
+that token is all that the new window starts from. A plain model also starts from one token, the context's last.
+
+Continuations are saved while they are written, so that an interrupted run can be resumed.
+"""
 
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,82 +19,179 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from transformers import GenerationConfig, PreTrainedModel
 
-from ..data.corpora import open_corpus
-from ..data.documents import tokenise
+from ..backbones.architectures import positions_of
+from ..data.documents import load_documents
+from ..models.base import eval_mode
+from ..models.causal_lm import RecurrentForCausalLM
 from ..models.loading import Loaded, load_causal, need_state, usable_device, version_of
 from ..settings import ContinuationSettings
-from ..utils import console
 from ..utils.files import atomic_write
-from .greedy_continuation import check_context, check_room, continue_greedily, draw, read_contexts
+from ..utils.peft import get_recurrent_model
+from ..utils.progress import ProgressBar
 
-RECURRENT, REMOVED, PLAIN, TEXT = "recurrent", "state removed", "plain", "the text itself"
+RECURRENT, REMOVED, PLAIN, TEXT = "recurrent", "state removed", "plain", "the text itself"  # writers
 _SAVE_EVERY = 30  # seconds
+
+
+# --- contexts --------------------------------------------------------------------------------------------------------
+
+
+def draw_contexts(documents: Sequence[Any], tokens: int, count: int, *, seed: int = 0) -> np.ndarray:
+    """Draw where contexts start, [count, 2]: the index of a document and of a token in it.
+
+    Every position that has `tokens` tokens from there on is equally likely. None is drawn twice.
+    """
+    positions = np.array([max(len(document) - tokens + 1, 0) for document in documents], dtype=np.int64)
+    ends = np.cumsum(positions)
+    if not len(positions) or ends[-1] < count:
+        available = f"there are only {ends[-1]:,}" if len(positions) and ends[-1] else "no document is that long"
+        raise ValueError(
+            f"{count:,} contexts of {tokens:,} tokens were requested, but {available}. Use longer documents, or fewer "
+            "or shorter contexts."
+        )
+    drawn = np.random.default_rng(seed).choice(ends[-1], count, replace=False)
+    document = np.searchsorted(ends, drawn, side="right")
+    return np.stack([document, drawn - (ends - positions)[document]], axis=1)
+
+
+def read_contexts(documents: Sequence[Any], starts: np.ndarray, tokens: int) -> np.ndarray:
+    """The tokens of contexts, [count, tokens]; `starts` is from `draw_contexts`."""
+    return np.stack([np.asarray(documents[i][start : start + tokens]) for i, start in starts]).astype(np.int64)
+
+
+def check_context(model: RecurrentForCausalLM, tokens: int) -> None:
+    """Refuse a context that does not end where a window ends: its last tokens would be visible in the new window."""
+    recurrence = model.config.recurrence
+    stride = recurrence.window - recurrence.overlap
+    if tokens < recurrence.window or (tokens - recurrence.window) % stride:
+        accepted = ", ".join(f"{recurrence.window + i * stride}" for i in range(3))
+        raise ValueError(f"context_tokens={tokens}: a context must end where a window ends: use {accepted}, ...")
+
+
+def check_positions(model: PreTrainedModel, tokens: int, new_tokens: int) -> None:
+    """Refuse more tokens than a plain model has positions for."""
+    positions = positions_of(model.config)
+    if positions is not None and tokens + new_tokens > positions:
+        raise ValueError(
+            f"new_tokens={new_tokens}: the plain model has {positions - tokens} positions left after the context. Use "
+            "fewer new tokens."
+        )
+
+
+# --- continuations ---------------------------------------------------------------------------------------------------
+
+
+def continue_greedily(
+    model: PreTrainedModel, contexts: np.ndarray, new_tokens: int, *, use_state: bool = True
+) -> np.ndarray:
+    """Continue a batch of contexts of equal length by greedy decoding, [count, new_tokens].
+
+    End-of-text tokens are never generated, so that all continuations have the same length.
+
+    Args:
+        model: a recurrent causal model, or any causal model of Hugging Face.
+        contexts: token ids, [count, tokens]; those of a recurrent model must end where a window ends.
+        use_state: False removes a recurrent model's state.
+    """
+    model = get_recurrent_model(model)
+    recurrent = isinstance(model, RecurrentForCausalLM)
+    if recurrent:
+        check_context(model, contexts.shape[1])  # type: ignore[arg-type]
+    else:
+        check_positions(model, contexts.shape[1], new_tokens)
+    ids = torch.from_numpy(contexts).to(model.device)
+    generator: Any = model
+    own_config = generator.generation_config
+    greedy = GenerationConfig(  # only the end-of-text ids of the model's own config, which may forbid or force tokens
+        do_sample=False, num_beams=1, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0,
+        eos_token_id=own_config.eos_token_id,
+    )  # fmt: skip
+    options = {"use_state": use_state} if recurrent else {}
+    generator.generation_config = greedy  # as an argument of `generate` it would be completed from the model's own
+    try:
+        with eval_mode(model), torch.inference_mode():
+            generated = generator.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    finally:
+        generator.generation_config = own_config
+    return generated[:, contexts.shape[1] :].cpu().numpy()
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """What models wrote after the same contexts.
+    """Continuations of the same contexts by several models.
 
     Attributes:
-        places: where each context begins, [count, 2]: the number of a document, a token of it.
-        names: the documents' names, one for each context.
-        contexts: their texts.
-        written: the texts written after them, by writer: `RECURRENT`, `REMOVED` and, if there is one, `PLAIN`; and, to
-            compare with, how the text goes on, `TEXT`.
-        about: what they are of, as JSON can hold it.
+        starts: where each context starts, [count, 2]: the index of a document and of a token in it.
+        names: name of each context's document.
+        contexts: texts of the contexts.
+        written: texts written after them, by writer: `RECURRENT`, `REMOVED`, `PLAIN` if there is a plain model, and
+            `TEXT`, the document's own continuation.
+        metadata: models and data, as JSON values.
     """
 
-    places: np.ndarray
+    starts: np.ndarray
     names: list[str]
     contexts: list[str]
     written: dict[str, list[str]]
-    about: dict[str, Any]
+    metadata: dict[str, Any]
 
 
-def continued(name: str, settings: ContinuationSettings, out: Path, *, device: str | None = None) -> Continuations:
-    """Draw contexts and let a recurrent model, the same without its state and perhaps a plain one go on from them."""
+def generate_continuations(
+    name: str, settings: ContinuationSettings, out: Path, *, device: str | None = None
+) -> Continuations:
+    """Draw contexts and continue them with a recurrent model, the same without its state, and optionally a plain one.
+
+    Args:
+        name: the recurrent model: a run, a folder or a Hub name.
+        out: folder in which continuations are saved.
+    """
     device = usable_device(device)
     loaded, plain = _load(name, settings)
-    out.mkdir(parents=True, exist_ok=True)  # or what is written would have nowhere to go
+    out.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be created, not after the work is done
     model: Any = loaded.model
     recurrence = model.config.recurrence
     tokens = settings.context_tokens or recurrence.window
     check_context(model, tokens)
-    corpus = open_corpus(settings.data, settings.split, text_field=settings.text_field)
-    documents = tokenise(corpus, loaded.tokenizer)
-    places = draw(documents, tokens + settings.new_tokens, settings.contexts, seed=settings.seed)
-    read = read_contexts(documents, places, tokens + settings.new_tokens)
-    contexts, following = read[:, :tokens], read[:, tokens:]
-    # a plain model's one token is the last: it writes from the same place on
-    writers: dict[str, Callable[[slice], np.ndarray]] = {
-        RECURRENT: lambda rows: continue_greedily(model, contexts[rows], settings.new_tokens),
-        REMOVED: lambda rows: continue_greedily(model, contexts[rows], settings.new_tokens, use_state=False),
-    }
-    if plain is not None:
-        beside = plain.model
-        writers[PLAIN] = lambda rows: continue_greedily(beside, contexts[rows, -1:], settings.new_tokens)
+    documents = load_documents(settings.data, settings.split, loaded.tokenizer, text_field=settings.text_field)
+    starts = draw_contexts(documents, tokens + settings.new_tokens, settings.contexts, seed=settings.seed)
+    contexts, following = np.split(read_contexts(documents, starts, tokens + settings.new_tokens), [tokens], axis=1)
     identity = {
         "model": [name, version_of(name)], "plain": settings.plain and [settings.plain, version_of(settings.plain)],
         "data": [settings.data, settings.split, documents.key], "contexts": settings.contexts, "context_tokens": tokens,
         "new_tokens": settings.new_tokens, "bf16": settings.bf16, "seed": settings.seed,
     }  # fmt: skip
-    for one in (loaded, plain):
-        if one is not None:
-            one.model.to(device)  # type: ignore[arg-type]
+    for used in (loaded, plain):
+        if used is not None:
+            used.model.to(device)  # type: ignore[arg-type]
+    writers = _writers(model, None if plain is None else plain.model, contexts, settings.new_tokens)
     written = _Store(out / "continuations.npz", identity).fill(writers, settings.contexts, settings.batch_size)
     written = {**written, TEXT: following}
     return Continuations(
-        places,
-        [documents.names[i] for i in places[:, 0]],
-        [_text(loaded.tokenizer, ids) for ids in contexts],
-        {writer: [_following(loaded.tokenizer, *pair) for pair in zip(contexts, new, strict=True)]
+        starts,
+        [documents.names[i] for i in starts[:, 0]],
+        [_decode(loaded.tokenizer, ids) for ids in contexts],
+        {writer: [_decode_after(loaded.tokenizer, *pair) for pair in zip(contexts, new, strict=True)]
          for writer, new in written.items()},
-        {"model": {**_about(loaded), "window": recurrence.window, "overlap": recurrence.overlap,
-                   "kept": recurrence.seen},
-         "plain": plain and _about(plain), "context_tokens": tokens,
+        {"model": {**_describe(loaded), "window": recurrence.window, "overlap": recurrence.overlap,
+                   "carried": recurrence.extra_positions},
+         "plain": plain and _describe(plain), "context_tokens": tokens,
          "data": documents.about()},
     )  # fmt: skip
+
+
+def _writers(
+    model: Any, plain: PreTrainedModel | None, contexts: np.ndarray, new_tokens: int
+) -> dict[str, Callable[[slice], np.ndarray]]:
+    """Functions that continue some of the contexts, by writer."""
+    writers: dict[str, Callable[[slice], np.ndarray]] = {
+        RECURRENT: lambda rows: continue_greedily(model, contexts[rows], new_tokens),
+        REMOVED: lambda rows: continue_greedily(model, contexts[rows], new_tokens, use_state=False),
+    }
+    if plain is not None:
+        writers[PLAIN] = lambda rows: continue_greedily(plain, contexts[rows, -1:], new_tokens)
+    return writers
 
 
 def _load(name: str, settings: ContinuationSettings) -> tuple[Loaded, Loaded | None]:
@@ -100,20 +204,18 @@ def _load(name: str, settings: ContinuationSettings) -> tuple[Loaded, Loaded | N
     if plain.recurrent:
         raise ValueError(f"--plain {settings.plain} is a recurrent model: give a plain one, or leave it out.")
     if plain.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-        raise ValueError(
-            f"--plain {settings.plain} has another vocabulary than {name}: they cannot read the same tokens."
-        )
-    check_room(plain.model, 1, settings.new_tokens)
+        raise ValueError(f"--plain {settings.plain} has another vocabulary than {name}: both must have the same.")
+    check_positions(plain.model, 1, settings.new_tokens)
     return loaded, plain
 
 
-def _about(loaded: Loaded) -> dict[str, Any]:
-    """A model's name, and how many tokens it was trained on, if it is a run's."""
+def _describe(loaded: Loaded) -> dict[str, Any]:
+    """A model's name, and the number of tokens it was trained on if it is a training run."""
     return {"name": Path(loaded.name).name, "trained_tokens": None if loaded.run is None else loaded.run.get("tokens")}
 
 
 class _Store:
-    """Tokens written so far, in a file."""
+    """Tokens written so far, saved in a file. `identity` tells runs with other settings, data or weights apart."""
 
     def __init__(self, path: Path, identity: dict[str, Any]):
         self.path, self.identity = path, json.loads(json.dumps(identity))
@@ -124,24 +226,24 @@ class _Store:
     def _load(self) -> None:
         try:
             with np.load(self.path) as arrays:
-                before = json.loads(str(arrays["identity"]))
+                saved = json.loads(str(arrays["identity"]))
                 self.written = {name: arrays[name] for name in arrays.files if name != "identity"}
         except (ValueError, KeyError, EOFError, BadZipFile) as error:
-            raise ValueError(f"{self.path} is damaged ({error}). Take it away, or use another --out.") from error
-        differing = [_differing(name, before.get(name), value) for name, value in self.identity.items()
-                     if before.get(name) != value]  # fmt: skip
-        if differing:
+            raise ValueError(f"{self.path} is damaged ({error}). Delete it, or use another --out.") from error
+        differences = [_difference(name, saved.get(name), value) for name, value in self.identity.items()
+                       if saved.get(name) != value]  # fmt: skip
+        if differences:
             raise ValueError(
-                f"{self.path.parent} holds continuations of other settings, data or weights ({'; '.join(differing)}). "
-                "Give the same, or use another --out."
+                f"{self.path.parent} holds continuations of other settings, data or weights ({'; '.join(differences)})."
+                " Use the same, or another --out."
             )
 
     def fill(
         self, writers: dict[str, Callable[[slice], np.ndarray]], count: int, batch_size: int
     ) -> dict[str, np.ndarray]:
-        """Let every writer write what is missing."""
+        """Let every writer write the continuations that are missing; return all."""
         saved, total = time.monotonic(), len(writers) * count
-        with console.Bar("continuing", total, "contexts", done=sum(map(len, self.written.values()))) as bar:
+        with ProgressBar("continuing", total, "contexts", done=sum(map(len, self.written.values()))) as bar:
             try:
                 for name, write in writers.items():
                     while (done := len(self.written.get(name, ()))) < count:
@@ -152,32 +254,34 @@ class _Store:
                             self._save()
                             saved = time.monotonic()
             except KeyboardInterrupt:
-                told = f"interrupted: {bar.done:,} of {total:,} continuations are kept; the same command goes on."
-                raise KeyboardInterrupt(told) from None
+                raise KeyboardInterrupt(
+                    f"interrupted: {bar.done:,} of {total:,} continuations are saved. Run the same command to resume."
+                ) from None
             finally:
                 self._save()
         return self.written
 
     def _save(self) -> None:
-        if not self.written:  # nothing that would be lost: other settings may be tried
+        if not self.written:  # an empty file would only block other settings in this folder
             return
-        with atomic_write(self.path) as beside:
-            np.savez(beside, identity=np.array(json.dumps(self.identity)), **self.written)  # type: ignore[arg-type]
+        with atomic_write(self.path) as temporary:
+            np.savez(temporary, identity=np.array(json.dumps(self.identity)), **self.written)  # type: ignore[arg-type]
 
 
-def _differing(setting: str, before: Any, now: Any) -> str:
-    """What of a setting is other than it was; models and data are a name and what tells them from others of it."""
-    there, here = (" ".join(one[:-1]) if isinstance(one, list) else str(one) for one in (before, now))
-    told = f"{there} there, {here} here" if there != here else f"{here}, which is not what it was"
-    return f"{setting.replace('_', ' ')}: {told}"
+def _difference(setting: str, saved: Any, current: Any) -> str:
+    """Describe how a setting differs. Models and data are lists whose last item is a version."""
+    before, now = (" ".join(value[:-1]) if isinstance(value, list) else str(value) for value in (saved, current))
+    change = f"{before} before, {now} now" if before != now else f"{now} has changed"
+    return f"{setting.replace('_', ' ')}: {change}"
 
 
-def _text(tokenizer: Any, ids: np.ndarray) -> str:
+def _decode(tokenizer: Any, ids: np.ndarray) -> str:
     return tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _following(tokenizer: Any, before: np.ndarray, ids: np.ndarray) -> str:
-    """The text of tokens behind others, with the space between them if there is one."""
-    whole, first = _text(tokenizer, np.concatenate([before, ids])), _text(tokenizer, before)
-    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(whole, first, strict=False))
-    return whole[sum(1 for _ in alike) :]  # a character may be cut between them
+def _decode_after(tokenizer: Any, context: np.ndarray, ids: np.ndarray) -> str:
+    """Decode tokens that follow a context, including a space between them if there is one."""
+    whole, before = _decode(tokenizer, np.concatenate([context, ids])), _decode(tokenizer, context)
+    # the common prefix, not len(before): the tokens of one character can be split between context and continuation
+    common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(whole, before, strict=False))
+    return whole[sum(1 for _ in common) :]

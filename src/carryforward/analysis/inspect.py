@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job behind `carryforward inspect`: a recurrent model and a text in, a page to look at out."""
+"""`carryforward inspect`: write an HTML page that shows how the state changes each token's prediction."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,14 @@ from typing import Any
 from ..data import texts
 from ..data.tokenization import Encoder
 from ..models.loading import load_causal, need_state, usable_device
-from ..utils import console
 from ..utils.files import write_text
+from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
-from .html_report import page
-from .token_gains import inspect, summary
+from .html_report import render_html
+from .token_gains import measure_token_gains, summary
 
 
-def write_page(
+def inspect(
     name: str,
     source: str,
     out: Path,
@@ -24,14 +24,18 @@ def write_page(
     max_tokens: int | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """Write the page of a text; gives back the figures of the whole text.
+    """Write the page of a text; returns the figures of the whole text.
 
     Args:
+        name: a recurrent model: a run, a folder or a Hub name.
         source: a text file, or - for standard input.
-        max_tokens: use only so many of the text's first tokens.
+        out: the HTML file.
+        top: number of alternatives shown for each token.
+        overlap: an overlap other than the model's own.
+        max_tokens: read only the first tokens of the text.
     """
     if source != "-" and out.exists() and out.samefile(source):
-        raise ValueError(f"--out {out} is the text itself. Give the page another name.")
+        raise ValueError(f"--out {out} is the text itself. Use another file name.")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder. Give the name of a file, such as {out / 'report.html'}.")
     if max_tokens is not None and max_tokens < 1:
@@ -40,30 +44,31 @@ def write_page(
     device = usable_device(device)
     need_state(name)
     loaded = load_causal(name)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)  # or what was read would have nowhere to go
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be created, not after reading
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
     encoder = Encoder(loaded.tokenizer, max_tokens)
-    ids, pieces = encoder.pieces(text)
-    with console.Bar(f"reading {title}", 2 * max(len(ids) - 1, 1), "tokens") as bar:
-        found = inspect(model, ids, top=top, overlap=overlap, progress=bar.advance)
+    ids, pieces = encoder.encode_pieces(text)
+    with ProgressBar(f"reading {title}", 2 * max(len(ids) - 1, 1), "tokens") as bar:
+        tokens = measure_token_gains(model, ids, top=top, overlap=overlap, progress=bar.advance)
     origin = provenance(device)
-    short = Path(name).name
-    write_text(out, page(found, pieces, encoder.spelt, title=title, model=short, provenance=origin))
+    model_name = Path(name).name
+    page = render_html(tokens, pieces, encoder.token_strings, title=title, model=model_name, provenance=origin)
+    write_text(out, page)
     return {
         "kind": "inspection",
         **origin,
-        "model": short,
+        "model": model_name,
         "text": title,
         "settings": {"top": top, "overlap": overlap, "max_tokens": max_tokens},
-        **summary(found),
+        **summary(tokens),
         "page": str(out),
         "bytes": out.stat().st_size,
     }
 
 
 def _read(source: str) -> tuple[str, str]:
-    """What to call a text, and the text."""
-    title, text = texts.read_source(source)
+    """The title and the content of a text."""
+    title, text = texts.read_file_or_stdin(source)
     if not text.strip():
         raise ValueError(f"{title} is empty or only white space. Give a file with text in it.")
     return title, text

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job behind `carryforward samples`: tables as in the paper's appendix, one by topic, one by people.
+"""`carryforward samples`: tables of continuations as in the paper's appendix, one by topic and one by people.
 
-Nothing is picked by hand or for its looks: rows are the first that were drawn. `samples.md` and `samples.html` hold
-text, `samples.json` only where it comes from, and how many continuations name or refer to people of their contexts.
+Rows are not selected by hand: they are the first contexts that were drawn. `samples.md` and `samples.html` contain
+texts. `samples.json` contains only where they come from, and how many continuations mention people of their contexts.
 """
 
 import dataclasses
@@ -21,28 +21,28 @@ from ..settings import ContinuationSettings
 from ..utils.files import write_json, write_text
 from ..utils.markdown import markdown_table
 from .continuations import Continuations
-from .mentions import People, mentions, people, taken_up
-from .topic_report import continued_and_fitted, diverging, origin
-from .topics import Topics
+from .mentions import People, find_mentions, find_people, mentioned_people
+from .topic_model import Topics
+from .topics import continuations_and_topics, divergences_by_writer, topic_provenance
 
-TAIL = 60  # words of a context that are shown
-_WORDS = 5  # of a topic
+CONTEXT_WORDS = 60  # shown of a context, from its end
+_TOPIC_WORDS = 5  # shown of a topic
 _WITHOUT_TEXT = ("document", "start", "about", "notes")
 _INTRO = (
-    "What models write after a context of {tokens} tokens, of which the end is shown, always the likeliest token. Rows "
-    "are the first that were drawn: one for each of the commonest topics, and those whose contexts name people. "
-    "Underlined: names and pronouns of the context that are taken up. Written by {models} on {data}, seed {seed}."
+    "Greedy continuations of contexts of {tokens} tokens; only the end of a context is shown. Rows are the first "
+    "contexts that were drawn: one for each of the most frequent topics, and those that name people. Underlined: names "
+    "and pronouns of the context that are mentioned again. Models: {models}. Data: {data}, seed {seed}."
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A context and what was written after it.
+    """A row of a table: a context and its continuations.
 
     Attributes:
-        number: which of the contexts that were drawn.
-        about: what it is shown for: words of its topic, or names.
-        notes: a remark on each writer.
+        number: index of the context.
+        about: words of its topic, or its people.
+        notes: a note on the continuation of each writer.
     """
 
     number: int
@@ -50,37 +50,41 @@ class Row:
     notes: dict[str, str]
 
 
-def tabulate(
+def samples(
     name: str, settings: ContinuationSettings, out: Path, *, rows: int = 10, device: str | None = None
 ) -> dict[str, Any]:
-    """Continue contexts, and write the tables; gives back what `samples.json` holds."""
+    """Continue contexts and write the tables to `out`; returns the content of `samples.json`.
+
+    Args:
+        rows: of each table.
+    """
     device = usable_device(device)
-    found, fitted = continued_and_fitted(name, settings, out, device)
-    present = [people(context) for context in found.contexts]
-    tables = {"topic": by_topic(fitted, found)[:rows], "people": by_people(found, present)[:rows]}
+    continuations, fitted = continuations_and_topics(name, settings, out, device)
+    people = [find_people(context) for context in continuations.contexts]
+    tables = {"topic": by_topic(fitted, continuations)[:rows], "people": by_people(continuations, people)[:rows]}
     result = {
         "kind": "samples",
-        **origin(device),
+        **topic_provenance(device),
         "settings": {**dataclasses.asdict(settings), "topics": len(fitted)},
-        **found.about,
-        "people": shares(found, present),
+        **continuations.metadata,
+        "people": count_mentions(continuations, people),
         "rows": {
-            what: [{key: row[key] for key in _WITHOUT_TEXT} for row in with_texts(table, found)]
-            for what, table in tables.items()
+            table: [{key: row[key] for key in _WITHOUT_TEXT} for row in with_texts(table_rows, continuations)]
+            for table, table_rows in tables.items()
         },
-    }  # fmt: skip
+    }
     write_json(out / "samples.json", result)
-    write_text(out / "samples.md", _page(_MARKDOWN, result, tables, found, present))
-    write_text(out / "samples.html", _page(_HTML, result, tables, found, present))
+    write_text(out / "samples.md", _page(_MARKDOWN, result, tables, continuations, people))
+    write_text(out / "samples.html", _page(_HTML, result, tables, continuations, people))
     return result
 
 
-def by_topic(fitted: Topics, found: Continuations) -> list[Row]:
-    """For each topic the first context that has more of it than of any other; the commonest topics first."""
-    strongest = fitted.distributions(found.contexts).argmax(axis=1)
-    known = fitted.knows(found.contexts)
-    divergences, _ = diverging(fitted, found)
-    words = fitted.top_words(_WORDS)
+def by_topic(fitted: Topics, continuations: Continuations) -> list[Row]:
+    """For each topic, the first context in which it is the strongest; the most frequent topics come first."""
+    strongest = fitted.distributions(continuations.contexts).argmax(axis=1)
+    known = fitted.has_known_words(continuations.contexts)
+    divergences, _ = divergences_by_writer(fitted, continuations)
+    words = fitted.top_words(_TOPIC_WORDS)
     rows = []
     for topic, _ in Counter(strongest[known].tolist()).most_common():
         number = int(np.flatnonzero((strongest == topic) & known)[0])
@@ -89,74 +93,76 @@ def by_topic(fitted: Topics, found: Continuations) -> list[Row]:
     return rows
 
 
-def by_people(found: Continuations, present: list[People]) -> list[Row]:
-    """The contexts that name someone."""
+def by_people(continuations: Continuations, people: list[People]) -> list[Row]:
+    """The contexts that name someone; `people` are those of each context."""
     rows = []
-    for number, before in enumerate(present):
-        if before.names:
+    for number, in_context in enumerate(people):
+        if in_context.names:
             notes = {}
-            for writer, texts in found.written.items():
-                taken = taken_up(before, texts[number])
-                notes[writer] = ", ".join((*taken.names, *taken.pronouns)) or "nobody"
-            rows.append(Row(number, ", ".join((*before.names, *before.pronouns)), notes))
+            for writer, texts in continuations.written.items():
+                mentioned = mentioned_people(in_context, texts[number])
+                notes[writer] = ", ".join((*mentioned.names, *mentioned.pronouns)) or "nobody"
+            rows.append(Row(number, ", ".join((*in_context.names, *in_context.pronouns)), notes))
     return rows
 
 
-def with_texts(table: list[Row], found: Continuations) -> list[dict[str, Any]]:
-    """Rows with all that belongs to them: rows for a DataFrame."""
+def with_texts(rows: list[Row], continuations: Continuations) -> list[dict[str, Any]]:
+    """Rows with their texts, as dictionaries for a DataFrame."""
     return [
         {
-            "document": found.names[row.number],
-            "start": int(found.places[row.number, 1]),
+            "document": continuations.names[row.number],
+            "start": int(continuations.starts[row.number, 1]),
             "about": row.about,
-            "context": found.contexts[row.number],
-            **{writer: texts[row.number] for writer, texts in found.written.items()},
+            "context": continuations.contexts[row.number],
+            **{writer: texts[row.number] for writer, texts in continuations.written.items()},
             "notes": row.notes,
         }
-        for row in table
+        for row in rows
     ]
 
 
-def shares(found: Continuations, present: list[People]) -> dict[str, Any]:
-    """Of the contexts that name people, and of those that use pronouns, how many continuations take some of them up."""
-    taken = {
-        writer: [taken_up(before, text) for before, text in zip(present, texts, strict=True)]
-        for writer, texts in found.written.items()
+def count_mentions(continuations: Continuations, people: list[People]) -> dict[str, Any]:
+    """Count the contexts with names and with pronouns, and for each writer the continuations that use them again."""
+    mentioned = {
+        writer: [mentioned_people(in_context, text) for in_context, text in zip(people, texts, strict=True)]
+        for writer, texts in continuations.written.items()
     }
     return {
-        "with_names": sum(bool(one.names) for one in present),
-        "with_pronouns": sum(bool(one.pronouns) for one in present),
-        "taken_up": {writer: {"names": sum(bool(one.names) for one in those),
-                              "pronouns": sum(bool(one.pronouns) for one in those)} for writer, those in taken.items()},
-    }  # fmt: skip
+        "with_names": sum(bool(one.names) for one in people),
+        "with_pronouns": sum(bool(one.pronouns) for one in people),
+        "taken_up": {
+            writer: {"names": sum(bool(one.names) for one in each), "pronouns": sum(bool(one.pronouns) for one in each)}
+            for writer, each in mentioned.items()
+        },
+    }
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """How many continuations take up people of their contexts."""
-    return _markdown_table(*_shares_table(result))
+    """A table of how many continuations mention people of their contexts."""
+    return _markdown_table(*_mentions_table(result))
 
 
-def _shares_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    counted = result["people"]
-    named, referred = counted["with_names"], counted["with_pronouns"]
-    head = ["", f"names someone of the context, of {named:,}", f"refers to someone by pronoun, of {referred:,}"]
+def _mentions_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    counts = result["people"]
+    names, pronouns = counts["with_names"], counts["with_pronouns"]
+    head = ["", f"uses a name of the context, of {names:,}", f"uses a pronoun of the context, of {pronouns:,}"]
     rows = [
-        [writer, _share(one["names"], named), _share(one["pronouns"], referred)]
-        for writer, one in counted["taken_up"].items()
+        [writer, _count_and_share(row["names"], names), _count_and_share(row["pronouns"], pronouns)]
+        for writer, row in counts["taken_up"].items()
     ]
     return head, rows
 
 
-def _share(count: int, of: int) -> str:
-    return f"{count:,} ({count / of:.1%})" if of else "–"
+def _count_and_share(count: int, total: int) -> str:
+    return f"{count:,} ({count / total:.1%})" if total else "–"
 
 
-# --- pages: what comes from a text stays text, nothing in it is markup -----------------------------------------------
+# --- pages: all texts are escaped, so that none of their characters is read as markup --------------------------------
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How a page is written."""
+class _Format:
+    """How to write a page in a markup language."""
 
     escape: Callable[[str], str]
     table: Callable[[list[str], list[list[str]]], str]
@@ -170,20 +176,20 @@ def _escape_markdown(text: str) -> str:
 
 
 def _markdown_table(head: list[str], rows: list[list[str]]) -> str:
-    return markdown_table(head, rows, words=len(head))
+    return markdown_table(head, rows, text_columns=len(head))
 
 
 def _html_table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [_cells("th", head), *(_cells("td", cells) for cells in rows)]
+    lines = [_html_row("th", head), *(_html_row("td", cells) for cells in rows)]
     return "<div class=wide><table>\n" + "\n".join(lines) + "\n</table></div>"
 
 
-def _cells(tag: str, cells: list[str]) -> str:
+def _html_row(tag: str, cells: list[str]) -> str:
     return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
 
 
-_MARKDOWN = _Form(_escape_markdown, _markdown_table, "\n\n## {}\n\n", "# Continuations\n\n{}\n\n{}", "\n")
-_HTML = _Form(
+_MARKDOWN = _Format(_escape_markdown, _markdown_table, "\n\n## {}\n\n", "# Continuations\n\n{}\n\n{}", "\n")
+_HTML = _Format(
     html.escape,
     _html_table,
     "\n<h2>{}</h2>\n",
@@ -203,45 +209,49 @@ u {{ text-decoration-color: #d55e00; text-decoration-thickness: 2px; }}
 )
 
 
-def _told(model: dict[str, Any]) -> str:
+def _describe(model: dict[str, Any]) -> str:
     tokens = model["trained_tokens"]
     return model["name"] + (f" (trained on {tokens:,} tokens)" if tokens else "")
 
 
 def _page(
-    form: _Form, result: dict[str, Any], tables: dict[str, list[Row]], found: Continuations, present: list[People]
+    markup: _Format,
+    result: dict[str, Any],
+    tables: dict[str, list[Row]],
+    continuations: Continuations,
+    people: list[People],
 ) -> str:
-    data, models = result["data"], [_told(one) for one in (result["model"], result["plain"]) if one]
-    intro = form.escape(
+    data, models = result["data"], [_describe(model) for model in (result["model"], result["plain"]) if model]
+    intro = markup.escape(
         _INTRO.format(
             tokens=result["context_tokens"], models=" and ".join(models), data=f"{data['name']}, {data['split']}",
             seed=result["settings"]["seed"],
         )
     )  # fmt: skip
-    parts = [form.start.format(intro, form.table(*_shares_table(result)))]
+    parts = [markup.start.format(intro, markup.table(*_mentions_table(result)))]
     for name, table in tables.items():
-        rows = [_row(form, row, found, present[row.number]) for row in table]
-        parts += [form.heading.format(f"By {name}"), form.table(["context", *found.written, name], rows)]
-    return "".join(parts) + form.end
+        rows = [_row_cells(markup, row, continuations, people[row.number]) for row in table]
+        parts += [markup.heading.format(f"By {name}"), markup.table(["context", *continuations.written, name], rows)]
+    return "".join(parts) + markup.end
 
 
-def _row(form: _Form, row: Row, found: Continuations, before: People) -> list[str]:
+def _row_cells(markup: _Format, row: Row, continuations: Continuations, people: People) -> list[str]:
     def cell(text: str, note: str) -> str:
-        return f"{text} <small>{form.escape(note)}</small>"
+        return f"{text} <small>{markup.escape(note)}</small>"
 
-    tail = f"… {' '.join(found.contexts[row.number].split()[-TAIL:])}"
-    place = f"{found.names[row.number]}, context from token {found.places[row.number, 1]:,}"
+    context = f"… {' '.join(continuations.contexts[row.number].split()[-CONTEXT_WORDS:])}"
+    source = f"{continuations.names[row.number]}, context from token {continuations.starts[row.number, 1]:,}"
     written = (
-        cell(_marked(" ".join(texts[row.number].split()), before, form.escape), row.notes[writer])
-        for writer, texts in found.written.items()
+        cell(_underlined(" ".join(texts[row.number].split()), people, markup.escape), row.notes[writer])
+        for writer, texts in continuations.written.items()
     )
-    return [cell(form.escape(tail), place), *written, form.escape(row.about)]
+    return [cell(markup.escape(context), source), *written, markup.escape(row.about)]
 
 
-def _marked(text: str, before: People, escape: Callable[[str], str]) -> str:
-    """A text with those underlined that it takes up."""
+def _underlined(text: str, people: People, escape: Callable[[str], str]) -> str:
+    """Escape a text and underline its mentions of people."""
     parts, end = [], 0
-    for start, stop, _ in mentions(before, text):
+    for start, stop, _ in find_mentions(people, text):
         parts += [escape(text[end:start]), f"<u>{escape(text[start:stop])}</u>"]
         end = stop
     return "".join([*parts, escape(text[end:])])

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the state does to each token of a text: numbers, for a notebook or for the page (`page`).
+"""Measure how the state changes the prediction of each token of a text, for a notebook or for `html_report`.
 
-    found = inspect(model, ids)
-    pandas.DataFrame(found.columns())  # a row for each token
-    found.attention  # [layers, heads]
-    summary(found), by_position(found), by_window(found)  # rows for a DataFrame
-    by_kind(found, words), by_token(found, words)  # `words.classify` says what the tokens are
-    draw(found).savefig("carried.png")
+    tokens = measure_token_gains(model, ids)
+    pandas.DataFrame(tokens.columns())  # a row for each token
+    tokens.attention  # [layers, heads]
+    summary(tokens), by_position(tokens), by_window(tokens)  # rows for a DataFrame
+    by_kind(tokens, classes), by_token(tokens, classes)  # with `classes = word_classes.classify(...)`
+    draw(tokens).savefig("gains.png")
 
-A *gain* is a log-probability with the state minus the one with the state removed, in nats.
+The *gain* of a token is its log-probability with the state minus that with the state removed, in nats.
 """
 
 import math
@@ -21,23 +21,24 @@ import numpy as np
 
 from .. import windows
 from ..backbones.attention import recording_attention
-from ..evaluation.token_losses import Scored, checked_overlap, score
+from ..evaluation.token_losses import ScoredWindows, checked_overlap, score
+from ..memories.vector import VectorMemory, VectorMemoryConfig
 from ..models.causal_lm import RecurrentForCausalLM
-from ..utils.plotting import COLOURS, dress, empty
+from ..utils.plotting import COLOURS, new_figure, style_axes
 from ..windows import Window
-from .word_classes import INSIDE, KINDS, SEEN, Words
+from .word_classes import INSIDE, KINDS, SEEN, WordClasses
 
 Row = dict[str, Any]
-_POSITIONS = 32  # points of gain against position
+_POSITION_BINS = 32
 
 
 @dataclass(frozen=True)
-class Side:
-    """What the model expects, with the state or without it; NaN and 0 at the first token, which nothing predicts.
+class Predictions:
+    """A model's predictions of the tokens of a text. The first token is not predicted: NaN and 0.
 
     Attributes:
-        log_probs: of the tokens that came, [N], in nats.
-        top_ids, top_log_probs: the likeliest tokens, the best first, [N, k].
+        log_probs: log-probability of each token, [N], in nats.
+        top_ids, top_log_probs: the k most probable tokens at each position, in descending order, [N, k].
     """
 
     log_probs: np.ndarray
@@ -46,57 +47,58 @@ class Side:
 
     @property
     def perplexity(self) -> float:
-        """Of the tokens."""
+        """Perplexity per token."""
         return math.exp(-float(np.nanmean(self.log_probs)))
 
 
 @dataclass(frozen=True)
-class Inspection:
-    """A text as a model reads it.
+class TokenGains:
+    """Predictions of a text with the state and with the state removed.
 
     Attributes:
-        ids: its tokens, [N].
-        with_state, without: what the model expects.
-        windows: how it was read. A token belongs to the window that answers for it.
-        attention: what each head pays to all that is carried, [L, H]: the mean over tokens predicted with a state. NaN
-            in layers that it does not enter.
-        layer_weights: of the pooling (equation 1), [L], where it has some.
+        ids: the tokens, [N].
+        with_state, without: the predictions.
+        windows: the windows in which the text was read. A token belongs to the window that predicts it.
+        attention: attention of each head to everything that is carried, [L, H]: mean over the tokens that are
+            predicted with a state. NaN in layers that the state does not enter.
+        layer_weights: weights of the layers in the pooled vector (equation 1), [L]; None if layers are not mixed.
     """
 
     ids: np.ndarray
-    with_state: Side
-    without: Side
+    with_state: Predictions
+    without: Predictions
     windows: list[Window]
     attention: np.ndarray
     layer_weights: np.ndarray | None
 
     @property
     def gain(self) -> np.ndarray:
+        """Gain of each token, [N]."""
         return self.with_state.log_probs - self.without.log_probs
 
     @property
     def window(self) -> np.ndarray:
-        """The number of each token's window, from 0; the first one has no state."""
-        numbers = np.zeros(len(self.ids), dtype=np.int64)
-        for number, one in enumerate(self.windows):
-            numbers[one.score_from : one.score_to] = number
-        return numbers
+        """Index of each token's window, [N]; window 0 has no state."""
+        indices = np.zeros(len(self.ids), dtype=np.int64)
+        for index, window in enumerate(self.windows):
+            indices[window.score_from : window.score_to] = index
+        return indices
 
     @property
     def position(self) -> np.ndarray:
-        """Where each token stands among those its window answers for, from 0; -1 for the first token of the text."""
-        places = np.full(len(self.ids), -1)
-        for one in self.windows:
-            places[one.score_from : one.score_to] = np.arange(one.score_to - one.score_from)
-        return places
+        """Position of each token among those that its window predicts, from 0, [N]; -1 for the first token."""
+        positions = np.full(len(self.ids), -1)
+        for window in self.windows:
+            positions[window.score_from : window.score_to] = np.arange(window.score_to - window.score_from)
+        return positions
 
     @property
     def stateful(self) -> np.ndarray:
-        """Which tokens are predicted with a state, [N]."""
+        """Whether each token is predicted with a state, [N]."""
         return self.window > 0
 
     def columns(self) -> dict[str, np.ndarray]:
-        """A row for each token."""
+        """Columns of a table with a row for each token."""
         return {
             "token": self.ids,
             "window": self.window,
@@ -107,143 +109,173 @@ class Inspection:
         }
 
 
-def inspect(
+def measure_token_gains(
     model: RecurrentForCausalLM,
     ids: Sequence[int] | np.ndarray,
     *,
     top: int = 5,
     overlap: int | None = None,
     progress: Callable[[int], object] = lambda scored: None,
-) -> Inspection:
-    """Read a text with the state and with it removed.
+) -> TokenGains:
+    """Read a text twice, with the state and with the state removed.
 
     Args:
-        ids: its tokens, at least two windows of them.
-        top: how many of the likeliest tokens.
-        overlap: another than the model was made for.
-        progress: called with the number of tokens just scored; there are two passes.
+        ids: the tokens, at least two windows.
+        top: how many of the most probable tokens to record at each position.
+        overlap: an overlap other than the model's own.
+        progress: called with the number of tokens just scored, in both passes.
     """
     overlap = checked_overlap(model, overlap)
-    recurrence, base = model.config.recurrence, model.config.base_config
-    if not 1 <= top <= base.vocab_size:
-        raise ValueError(f"top={top}: it must be from 1 to the {base.vocab_size:,} tokens of the vocabulary.")
-    least = max(2 * recurrence.window - overlap, recurrence.window + 2)  # one of them predicted by the second
-    if len(ids) < least:
-        raise ValueError(
-            f"the text has {len(ids):,} tokens, fewer than two windows ({least:,}): a state is first used in the "
-            "second. Give a longer text."
-        )
-    attention, watched = np.full((base.num_hidden_layers, base.num_attention_heads), np.nan), 0
+    _check_arguments(model, len(ids), top, overlap)
+    recurrence = model.config.recurrence
+    heads = _AttentionMean(model.config.base_config)
 
-    def side(use_state: bool) -> Side:
-        found = Side(np.full(len(ids), np.nan), np.zeros((len(ids), top), np.int64), np.full((len(ids), top), np.nan))
+    def predict(use_state: bool) -> Predictions:
+        shape = len(ids), top
+        predictions = Predictions(np.full(len(ids), np.nan), np.zeros(shape, np.int64), np.full(shape, np.nan))
 
-        def take(scored: Scored) -> None:
-            nonlocal watched
-            scored.put(-scored.losses(), [found.log_probs])
+        def take(scored: ScoredWindows) -> None:
+            scored.put(-scored.losses(), [predictions.log_probs])
             best = scored.logits.log_softmax(dim=-1).topk(top)
-            scored.put(best.indices, [found.top_ids])
-            scored.put(best.values, [found.top_log_probs])
-            at = scored.targets[0] >= 0
-            for layer, paid in scored.paid.items():
-                total = paid[0][:, at.to(paid.device)].double().sum(dim=-1).cpu().numpy()
-                attention[layer - 1] = np.nan_to_num(attention[layer - 1]) + total
-            watched += int(at.sum()) if scored.paid else 0
+            scored.put(best.indices, [predictions.top_ids])
+            scored.put(best.values, [predictions.top_log_probs])
+            heads.add(scored)
 
-        score(model, [ids], take, overlap=overlap, use_state=use_state, watch=use_state, progress=progress)
-        return found
+        score(model, [ids], take, overlap=overlap, use_state=use_state, record_attention=use_state, progress=progress)
+        return predictions
 
-    with recording_attention(model.backbone.config):  # for both: what does not come from the state must not differ
-        with_state, without = side(True), side(False)
+    # the same attention implementation for both passes: they must differ in the state only
+    with recording_attention(model.backbone.config):
+        with_state, without = predict(True), predict(False)
     if not np.isfinite([with_state.log_probs[1:], without.log_probs[1:]]).all():
-        raise ArithmeticError("the model gives no finite likelihoods: its weights hold NaN or are far too large.")
-    mixed = recurrence.slots and recurrence.pooled_layers == "all"
-    return Inspection(
+        raise ArithmeticError("the model's log-probabilities are not finite: its weights are NaN or much too large.")
+    layer_weights = None
+    vector = model.memory.get(VectorMemoryConfig.kind)
+    if isinstance(vector, VectorMemory) and vector.config.pooled_layers == "all":
+        layer_weights = vector.layer_weights.detach().float().cpu().numpy()
+    return TokenGains(
         ids=np.asarray(ids),
         with_state=with_state,
         without=without,
         windows=list(windows.schedule(len(ids), recurrence.window, overlap)),
-        attention=attention / watched,
-        layer_weights=model.recurrence.layer_weights.detach().float().cpu().numpy() if mixed else None,
+        attention=heads.mean(),
+        layer_weights=layer_weights,
     )
 
 
-def summary(found: Inspection) -> Row:
-    """The figures of the whole text; gains are those of tokens that are predicted with a state."""
-    gains = found.gain[found.stateful]
+def _check_arguments(model: RecurrentForCausalLM, length: int, top: int, overlap: int) -> None:
+    window, vocabulary = model.config.recurrence.window, model.config.base_config.vocab_size
+    if not 1 <= top <= vocabulary:
+        raise ValueError(f"top={top}: it must be from 1 to the {vocabulary:,} tokens of the vocabulary.")
+    least = max(2 * window - overlap, window + 2)  # so that the second window predicts at least one token
+    if length < least:
+        raise ValueError(
+            f"the text has {length:,} tokens, fewer than two windows ({least:,}): the second window is the first one "
+            "with a state. Give a longer text."
+        )
+
+
+class _AttentionMean:
+    """Mean attention of each head to the state, over all predicted tokens."""
+
+    def __init__(self, config: Any):
+        self.total = np.full((config.num_hidden_layers, config.num_attention_heads), np.nan)
+        self.tokens = 0
+
+    def add(self, scored: ScoredWindows) -> None:
+        predicted = scored.targets[0] >= 0
+        for layer, weights in scored.attention.items():
+            total = weights[0][:, predicted.to(weights.device)].double().sum(dim=-1).cpu().numpy()
+            self.total[layer - 1] = np.nan_to_num(self.total[layer - 1]) + total
+        self.tokens += int(predicted.sum()) if scored.attention else 0
+
+    def mean(self) -> np.ndarray:
+        return self.total / self.tokens
+
+
+def summary(tokens: TokenGains) -> Row:
+    """Figures of the whole text; gains are means over the tokens that are predicted with a state."""
+    gains = tokens.gain[tokens.stateful]
     return {
-        "tokens": len(found.ids),
-        "windows": len(found.windows),
-        "perplexity": found.with_state.perplexity,
-        "perplexity_without": found.without.perplexity,
+        "tokens": len(tokens.ids),
+        "windows": len(tokens.windows),
+        "perplexity": tokens.with_state.perplexity,
+        "perplexity_without": tokens.without.perplexity,
         "gain": float(gains.mean()),
         "helped": float((gains > 0).mean()),
     }
 
 
-def by_position(found: Inspection) -> list[Row]:
-    """Mean gain by position among the tokens that a window answers for, over windows that have a state."""
-    position = found.position
-    step = max(-(-int(position[found.stateful].max() + 1) // _POSITIONS), 1)
-    return _means(found, position // step, lambda group: {"from": group * step, "to": (group + 1) * step})
+def by_position(tokens: TokenGains) -> list[Row]:
+    """Mean gain by position in the window, over the windows that have a state."""
+    position = tokens.position
+    width = max(-(-int(position[tokens.stateful].max() + 1) // _POSITION_BINS), 1)
+    return _means(tokens, position // width, lambda group: {"from": group * width, "to": (group + 1) * width})
 
 
-def by_window(found: Inspection) -> list[Row]:
-    """Mean gain of each window that has a state, by its number from 0."""
-    return _means(found, found.window, lambda group: {"window": group})
+def by_window(tokens: TokenGains) -> list[Row]:
+    """Mean gain of each window that has a state, by the window's index from 0."""
+    return _means(tokens, tokens.window, lambda group: {"window": group})
 
 
-def by_kind(found: Inspection, words: Words) -> list[Row]:
-    """Mean gain of each kind of word, and of those that are new, were seen before, or only in earlier windows."""
+def by_kind(tokens: TokenGains, classes: WordClasses) -> list[Row]:
+    """Mean gain by kind of word, and by whether the word is new, was seen in this window, or only in earlier ones."""
     rows = []
-    for number, name in enumerate(KINDS):
-        for seen, told in ((None, "all"), *enumerate(SEEN)):
-            chosen = found.stateful & (words.kinds == number) & (True if seen is None else words.seen == seen)
+    for kind, kind_name in enumerate(KINDS):
+        for seen, seen_name in ((None, "all"), *enumerate(SEEN)):
+            chosen = tokens.stateful & (classes.kinds == kind) & (True if seen is None else classes.seen == seen)
             if chosen.any():
-                rows.append({"kind": name, "seen": told, **_sums(found.gain[chosen])})
+                rows.append({"kind": kind_name, "seen": seen_name, **_sums(tokens.gain[chosen])})
     return rows
 
 
-def by_token(found: Inspection, words: Words) -> list[Row]:
-    """What the occurrences of each word or sign gain in all, small and large letters alike, the most first. Pieces
-    inside a word count to it; `places` are the first pieces."""
+def by_token(tokens: TokenGains, classes: WordClasses) -> list[Row]:
+    """Total gain of each word or sign over its occurrences, ignoring case; the largest comes first.
+
+    All tokens of a word are included; `places` are the first token of each occurrence.
+    """
     occurrences: dict[str, list[int]] = {}
-    for i in np.flatnonzero(found.stateful).tolist():
-        if words.words[i]:
-            occurrences.setdefault(words.words[i].casefold(), []).append(i)
-    gain = found.gain
+    for i in np.flatnonzero(tokens.stateful).tolist():
+        if classes.words[i]:
+            occurrences.setdefault(classes.words[i].casefold(), []).append(i)
+    gain = tokens.gain
     rows = []
-    for places in occurrences.values():
-        spelt = Counter(words.words[i] for i in places).most_common(1)[0][0]
-        begins = [i for i in places if words.kinds[i] != INSIDE] or places  # a word that the first border cuts has none
-        rows.append({"word": spelt, "places": begins, "times": len(begins), **_sums(gain[places])})
+    for indices in occurrences.values():
+        spelling = Counter(classes.words[i] for i in indices).most_common(1)[0][0]
+        # a word that the border between the first two windows cuts may have no first token here
+        first_tokens = [i for i in indices if classes.kinds[i] != INSIDE] or indices
+        rows.append({"word": spelling, "places": first_tokens, "times": len(first_tokens), **_sums(gain[indices])})
     return sorted(rows, key=lambda row: (-row["total"], row["word"]))
 
 
-def draw(found: Inspection) -> Any:
-    """A matplotlib figure: gain against position and against window number, attention paid to what is carried."""
-    drawn, (place, number, heads) = empty(3)
-    positions, numbers = by_position(found), by_window(found)
-    place.plot([row["from"] for row in positions], [row["gain"] for row in positions], color=COLOURS[0], marker="o")
-    number.bar([row["window"] + 1 for row in numbers], [row["gain"] for row in numbers], color=COLOURS[0])
-    for axes, across in ((place, "position in the window"), (number, "number of the window")):
-        dress(axes, f"Gain against {across}", across, "gain in nats per token")
+def draw(tokens: TokenGains) -> Any:
+    """Draw a matplotlib figure: gain by position, gain by window, and attention to the state."""
+    figure, (position_axes, window_axes, attention_axes) = new_figure(3)
+    positions, numbers = by_position(tokens), by_window(tokens)
+    position_axes.plot(
+        [row["from"] for row in positions], [row["gain"] for row in positions], color=COLOURS[0], marker="o"
+    )
+    window_axes.bar([row["window"] + 1 for row in numbers], [row["gain"] for row in numbers], color=COLOURS[0])
+    for axes, quantity in ((position_axes, "position in the window"), (window_axes, "window number")):
+        style_axes(axes, f"Gain by {quantity}", quantity, "gain in nats per token")
         axes.axhline(0, color="#454545", linewidth=0.8)
-    dress(heads, "Attention paid to what is carried", "head", "layer")
-    layers, count = found.attention.shape
-    edges = (0.5, count + 0.5, layers + 0.5, 0.5)
-    drawn.colorbar(heads.imshow(found.attention, cmap="Blues", aspect="auto", vmin=0, extent=edges), ax=heads)
-    heads.locator_params(integer=True)
-    heads.grid(False)
-    return drawn
+    style_axes(attention_axes, "Attention to the state", "head", "layer")
+    layers, heads = tokens.attention.shape
+    edges = (0.5, heads + 0.5, layers + 0.5, 0.5)
+    image = attention_axes.imshow(tokens.attention, cmap="Blues", aspect="auto", vmin=0, extent=edges)
+    figure.colorbar(image, ax=attention_axes)
+    attention_axes.locator_params(integer=True)
+    attention_axes.grid(False)
+    return figure
 
 
-def _means(found: Inspection, groups: np.ndarray, name: Callable[[int], Row]) -> list[Row]:
-    chosen = found.stateful
+def _means(tokens: TokenGains, groups: np.ndarray, describe: Callable[[int], Row]) -> list[Row]:
+    """Mean gain of each group of tokens; `describe` gives the columns that identify a group."""
+    chosen = tokens.stateful
     present, index = np.unique(groups[chosen], return_inverse=True)
-    counts, totals = np.bincount(index), np.bincount(index, weights=found.gain[chosen])
+    counts, totals = np.bincount(index), np.bincount(index, weights=tokens.gain[chosen])
     return [
-        {**name(group), "tokens": count, "gain": total / count, "total": total}
+        {**describe(group), "tokens": count, "gain": total / count, "total": total}
         for group, count, total in zip(present.tolist(), counts.tolist(), totals.tolist(), strict=True)
     ]
 

@@ -1,255 +1,213 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What texts are about, and how far apart they are (section 5.3.1 of the paper).
+"""`carryforward topics`: do continuations stay with the topics of their contexts?
 
-Topics are fitted by latent Dirichlet allocation (scikit-learn): one is a distribution over words, a text a mixture of
-them. Two mixtures are compared by their Jensen-Shannon divergence: the divergence itself, not its square root, in
-nats, of which ln 2 = 0.693 is the most.
+The result is plain JSON. Its only text is the topics' words. Divergences are in nats. A text without known words has a
+uniform topic mixture, which is not far from any other: "nothing" is its mean divergence from the contexts, and "worded"
+compares only the contexts in which both continuations have known words.
+
+    {"kind": "topics", "commit": "...", ..., "settings": {...}, "model": {"name": "runs/a", ...}, "plain": {...},
+     "data": {...}, "topics": {"documents": 1250, "words": 10000, "top_words": [["sea", ...], ...]},
+     "writers": {"recurrent": {"mean": 0.31, "bits": 0.45, "wordless": 3}, "state removed": {...}, "plain": {...}},
+     "nothing": 0.32, "against": {"plain": {"difference": -0.02, "interval": [-0.03, -0.01], "closer": 180, ...}, ...},
+     "worded": {...},
+     "contexts": [["a.txt", 1200], ...], "divergences": {"recurrent": [0.3, ...], ...}}
 """
 
-import json
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
-from ..utils.files import atomic_write, write_json
+from ..data.corpora import open_corpus
+from ..data.texts import Corpus
+from ..models.loading import usable_device
+from ..settings import ContinuationSettings
+from ..utils.files import write_json
+from ..utils.markdown import markdown_table
+from ..utils.plotting import COLOURS, new_figure, save_figure, style_axes
+from ..utils.progress import ProgressBar
+from ..utils.provenance import provenance
+from . import topic_model
+from .continuations import RECURRENT, TEXT, Continuations, generate_continuations
+from .topic_model import Topics
 
-WORD = r"(?u)\b[^\W\d_]{3,}\b"  # three letters or more
-STRETCH = 500  # words: topics are of stretches, which are nearer in length to a context than a whole book
-VOCABULARY = 10_000  # the commonest words
-EVERYWHERE, NAMES = 0.2, 0.05  # words of more stretches say nothing; those of fewer documents are mostly names there
-PASSES, UPDATES, BATCH = 2, 200, 256  # over the stretches at least, in all at least, and stretches between two
-RESAMPLED, LEVEL = 10_000, 0.95  # of the bootstrap interval
-EQUAL = 2e-5  # nats; two continuations without a known word are this far apart, by rounding
-ARRAYS = "arrays.npz"  # the file that is read again
-_WORDS_ARE = (
-    ": words are three letters or more, no English function words, not in every stretch and not in a few documents "
-    "only. Give other documents, or more."
-)
+SHOWN_WORDS = 8  # of each topic, in the printed list
 
 
-@dataclass(frozen=True)
-class Topics:
-    """Fitted topics.
+def topics(name: str, settings: ContinuationSettings, out: Path, *, device: str | None = None) -> dict[str, Any]:
+    """Fit topics, let models continue contexts, and compare their topics.
 
-    Attributes:
-        vocabulary: the words, sorted, [V].
-        weights: how often each topic has each word, smoothed, [topics, V].
-        about: what they were fitted on, as JSON can hold it.
+    Continuations, topics and the result are written to `out`; an interrupted run is resumed from there.
     """
+    device = usable_device(device)
+    continuations, fitted = continuations_and_topics(name, settings, out, device)
+    divergences, worded = divergences_by_writer(fitted, continuations)
+    baselines = [writer for writer in divergences if writer not in (RECURRENT, TEXT)]
+    both_worded = {writer: worded[RECURRENT] & worded[writer] for writer in baselines}
 
-    vocabulary: np.ndarray
-    weights: np.ndarray
-    about: dict[str, Any] = field(default_factory=dict)
+    def against(writer: str, contexts: Any) -> dict[str, Any]:
+        pair = (divergences[compared][contexts] for compared in (RECURRENT, writer))
+        return dataclasses.asdict(topic_model.compare(*pair, seed=settings.seed))
 
-    def __len__(self) -> int:
-        return len(self.weights)
-
-    def count(self, texts: Iterable[str]) -> Any:
-        """How often each text has each word, a sparse matrix [texts, V]."""
-        from sklearn.feature_extraction.text import CountVectorizer
-
-        return CountVectorizer(vocabulary=self.vocabulary.tolist(), token_pattern=WORD).transform(texts)
-
-    def knows(self, texts: Iterable[str]) -> np.ndarray:
-        """Whether each text has a word of the vocabulary, [texts]."""
-        return np.asarray(self.count(texts).sum(axis=1)).ravel() > 0
-
-    def distributions(self, texts: Iterable[str]) -> np.ndarray:
-        """The mixture that each text is, [texts, topics]; all topics alike where no word is known."""
-        from scipy.special import psi
-
-        model = _allocation(len(self))
-        model.components_ = self.weights
-        model.exp_dirichlet_component_ = np.exp(psi(self.weights) - psi(self.weights.sum(axis=1, keepdims=True)))
-        model.doc_topic_prior_, model.n_features_in_ = 1 / len(self), len(self.vocabulary)
-        return model.transform(self.count(texts))
-
-    def top_words(self, count: int = 10) -> list[list[str]]:
-        """The likeliest words of each topic."""
-        return [self.vocabulary[np.argsort(-row, kind="stable")[:count]].tolist() for row in self.weights]
-
-    def save(self, folder: Path) -> None:
-        """Write a folder: the arrays, and the top words for people."""
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder / ARRAYS) as beside:
-            np.savez_compressed(
-                beside, vocabulary=self.vocabulary, weights=self.weights, about=np.array(json.dumps(self.about))
-            )
-        told = {**self.about, "top_words": self.top_words()}
-        write_json(folder / "topics.json", told)
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "Topics":
-        """Read what `save` wrote."""
-        need_scikit_learn()
-        folder = Path(folder)
-        if not (folder / ARRAYS).is_file():
-            raise ValueError(
-                f"{folder} holds no fitted topics ({ARRAYS} is missing): give the folder lda that an earlier run of "
-                "`carryforward topics` made."
-            )
-        try:
-            with np.load(folder / ARRAYS) as arrays:
-                return cls(arrays["vocabulary"], arrays["weights"], json.loads(str(arrays["about"])))
-        except (ValueError, KeyError, EOFError, BadZipFile) as error:
-            raise ValueError(f"{folder / ARRAYS} is damaged ({error}). Take it away to fit anew.") from error
+    uniform = 1 / len(fitted)
+    result = {
+        "kind": "topics",
+        **topic_provenance(device),
+        "settings": {**dataclasses.asdict(settings), "topics": len(fitted)},
+        **continuations.metadata,
+        "topics": {**fitted.metadata, "words": len(fitted.vocabulary), "top_words": fitted.top_words()},
+        "writers": {writer: {"mean": float(values.mean()), "bits": float(values.mean() / math.log(2)),
+                             "wordless": int((~worded[writer]).sum())} for writer, values in divergences.items()},
+        "nothing": float(topic_model.divergence(fitted.distributions(continuations.contexts), uniform).mean()),
+        "against": {writer: against(writer, slice(None)) for writer in baselines},
+        "worded": {writer: against(writer, both_worded[writer]) for writer in baselines if both_worded[writer].any()},
+        "contexts": [[document, int(start)]
+                     for document, (_, start) in zip(continuations.names, continuations.starts, strict=True)],
+        "divergences": {writer: [round(value, 5) for value in values] for writer, values in divergences.items()},
+    }  # fmt: skip
+    write_json(out / "topics.json", result)
+    return result
 
 
-@dataclass(frozen=True)
-class Counts:
-    """The words of documents.
-
-    Attributes:
-        vocabulary: which there are, [V].
-        matrix: how often each stretch of a document has each, sparse [stretches, V].
-        documents: how many documents the stretches are of.
-    """
-
-    vocabulary: np.ndarray
-    matrix: Any
-    documents: int
+def topic_provenance(device: str) -> dict[str, Any]:
+    """Provenance with the version of scikit-learn."""
+    common = provenance(device)
+    return {**common, "versions": {**common["versions"], "scikit-learn": metadata.version("scikit-learn")}}
 
 
-def count_words(texts: Iterable[str]) -> Counts:
-    """Count the words of documents, each read once, stretch by stretch.
-
-    Neither English function words count, nor words that are in many stretches, nor those of few documents.
-    """
-    need_scikit_learn()
-    from scipy.sparse import csr_matrix
-    from sklearn.feature_extraction.text import CountVectorizer
-
-    of: list[int] = []  # the document of each stretch
-    counter = CountVectorizer(stop_words="english", token_pattern=WORD, dtype=np.int32)
-    try:
-        matrix = counter.fit_transform(_stretches(texts, of)).tocsr()
-    except ValueError as error:
-        if "empty vocabulary" not in str(error):
-            raise  # what is wrong with a text
-        raise ValueError(f"there are no words to fit topics on{_WORDS_ARE}") from error
-    present = matrix.astype(bool)
-    documents = len(set(of))
-    by_document = csr_matrix((np.ones(len(of), dtype=bool), (np.unique(of, return_inverse=True)[1], range(len(of)))))
-    in_documents = (by_document @ present).getnnz(axis=0)
-    often = (present.getnnz(axis=0) <= EVERYWHERE * len(of)) & (in_documents >= NAMES * documents)
-    totals = np.where(often, np.asarray(matrix.sum(axis=0)).ravel(), 0)
-    chosen = np.sort(np.argsort(-totals, kind="stable")[: min(VOCABULARY, int(often.sum()))])
-    if not len(chosen):
-        raise ValueError(f"no word tells stretches of the documents apart{_WORDS_ARE}")
-    return Counts(np.array(counter.get_feature_names_out(), dtype=str)[chosen], matrix[:, chosen], documents)
+def continuations_and_topics(
+    name: str, settings: ContinuationSettings, out: Path, device: str
+) -> tuple[Continuations, Topics]:
+    """Generate continuations, and fit or load topics. Checks that can fail early run before the slow parts."""
+    topic_model.need_scikit_learn()
+    loaded = None if settings.topics_from is None else Topics.load(Path(settings.topics_from))
+    if loaded is None:
+        corpus = open_corpus(settings.data, settings.fit_on, text_field=settings.text_field)
+        needed = islice(corpus, min(settings.topics, settings.fit_documents or settings.topics))
+        topic_model.check_documents(sum(1 for _ in needed), settings.topics)
+    continuations = generate_continuations(name, settings, out, device=device)
+    return continuations, fit_or_resume(settings, out) if loaded is None else loaded
 
 
-def _stretches(texts: Iterable[str], of: list[int]) -> Iterator[str]:
-    for number, text in enumerate(texts):
-        words = text.split()
-        for begin in range(0, len(words), STRETCH):
-            of.append(number)
-            yield " ".join(words[begin : begin + STRETCH])
+def fit_or_resume(settings: ContinuationSettings, out: Path) -> Topics:
+    """Load the topics that an interrupted run in `out` has fitted, or fit them."""
+    folder, corpus = out / "lda", open_corpus(settings.data, settings.fit_on, text_field=settings.text_field)
+    identity = {"topics": settings.topics, "seed": settings.seed, "data": corpus.name, "split": corpus.split,
+                "fit_documents": settings.fit_documents, "fingerprint": corpus.fingerprint()}  # fmt: skip
+    if (folder / topic_model.ARRAYS).exists():
+        saved = Topics.load(folder)
+        if {key: saved.metadata.get(key) for key in identity} != identity:
+            raise ValueError(f"{folder} holds topics of other settings or data. Use another --out, or delete it.")
+        return saved
+    counting = f"counting the words of {corpus.name} ({corpus.split})"
+    with ProgressBar(counting, corpus.size, "bytes", library=True) as bar:
+        counts = topic_model.count_words(islice(_texts(corpus, bar), settings.fit_documents))
+    with ProgressBar("fitting topics", None, "passes", library=True) as bar:
+        fitted = topic_model.fit(counts, settings.topics, seed=settings.seed, progress=bar.update)
+    fitted = dataclasses.replace(fitted, metadata={**identity, "documents": counts.documents})
+    fitted.save(folder)
+    return fitted
 
 
-def fit(
-    counts: Counts,
-    topics: int = 20,
-    *,
-    seed: int = 0,
-    progress: Callable[[int, int], object] = lambda *done: None,
-) -> Topics:
-    """Fit topics on documents.
-
-    Args:
-        progress: called with how many stretches were gone through, and will be in all.
-    """
-    check_documents(counts.documents, topics)
-    stretches = counts.matrix.shape[0]
-    model = _allocation(topics, total_samples=stretches, random_state=seed)
-    passes = max(PASSES, math.ceil(UPDATES / math.ceil(stretches / BATCH)))
-    for number in range(passes):
-        for begin in range(0, stretches, BATCH):
-            part = counts.matrix[begin : begin + BATCH]
-            model.partial_fit(part)
-            progress(number * stretches + begin + part.shape[0], passes * stretches)
-    return Topics(counts.vocabulary, model.components_)
+def _texts(corpus: Corpus, bar: ProgressBar) -> Iterator[str]:
+    for text in corpus:
+        yield text.text
+        bar.advance(len(text.text.encode()))
 
 
-def check_documents(count: int, topics: int) -> None:
-    if count < topics:
-        raise ValueError(
-            f"{topics} topics cannot be fitted on {count} documents: give as many documents as topics at least, or ask "
-            "for fewer topics."
+def divergences_by_writer(
+    fitted: Topics, continuations: Continuations
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """For each writer, the divergence of each continuation from its context, and whether it has known words."""
+    contexts, written = fitted.distributions(continuations.contexts), continuations.written
+    divergences = {
+        writer: topic_model.divergence(contexts, fitted.distributions(texts)) for writer, texts in written.items()
+    }
+    return divergences, {writer: fitted.has_known_words(texts) for writer, texts in written.items()}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as text: a table with a row for each writer, and the words of the topics."""
+    data, model, worded = result["data"], result["model"], result["worded"]
+    lines = [
+        f"{model['name']} on {data['name']}, {data['split']}: {len(result['contexts']):,} contexts of "
+        f"{result['context_tokens']} tokens, each continued by {result['settings']['new_tokens']} tokens; "
+        f"Jensen-Shannon divergence of {len(result['topics']['top_words'])} topics.",
+        "",
+        markdown_table(
+            ["", "nats", "bits", "recurrent is closer in", "farther in", "equal in", "sign test", "difference in nats"],
+            [
+                [writer, f"{row['mean']:.4f}", f"{row['bits']:.4f}", *_comparison_cells(result["against"].get(writer))]
+                for writer, row in result["writers"].items()
+            ],
+        ),
+    ]
+    wordless = ", ".join(f"{row['wordless']:,} ({writer})" for writer, row in result["writers"].items())
+    lines += [
+        "",
+        f"Continuations without a word that the topics know: {wordless}. Such a text has a divergence of "
+        f"{result['nothing']:.4f} nats from a context on average."
+        + " Where both continuations have a known word, the recurrent model is closer"
+        * bool(worded),
+    ]
+    lines += [""] * bool(worded)
+    for writer, row in worded.items():
+        low, high = row["interval"]
+        lines.append(
+            f"* than {writer} in {row['share']:.1%} of {row['closer'] + row['farther'] + row['equal']:,} contexts, "
+            f"p = {row['p']:.2g}, {row['difference']:+.4f} nats ({low:+.4f} to {high:+.4f})"
         )
+    words = [f"{number}. {', '.join(top[:SHOWN_WORDS])}" for number, top in enumerate(result["topics"]["top_words"], 1)]
+    documents = result["topics"].get("documents")  # unknown for topics that were fitted in Python
+    heading = f"Topics, fitted on {documents:,} documents:" if documents else "Topics:"
+    return "\n".join([*lines, "", heading, "", *words])
 
 
-def _allocation(topics: int, **more: Any) -> Any:
-    from sklearn.decomposition import LatentDirichletAllocation
-
-    return LatentDirichletAllocation(topics, learning_method="online", **more)
-
-
-def need_scikit_learn() -> None:
-    try:
-        import sklearn  # noqa: F401
-    except ImportError as error:
-        raise ImportError("topics need scikit-learn: pip install carryforward[topics]") from error
-
-
-def divergence(p: np.ndarray, q: np.ndarray | float) -> np.ndarray:
-    """The Jensen-Shannon divergence of distributions, row by row, in nats; a number stands for all topics alike.
-
-    >>> divergence(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([[0.0, 1.0], [0.5, 0.5]])).round(4).tolist()
-    [0.6931, 0.0]
-    """
-    from scipy.special import rel_entr
-
-    middle = (p + q) / 2
-    return np.maximum((rel_entr(p, middle) + rel_entr(q, middle)).sum(axis=-1) / 2, 0.0)
+def _comparison_cells(comparison: dict[str, Any] | None) -> list[str]:
+    if comparison is None:
+        return ["–"] * 5
+    low, high = comparison["interval"]
+    return [
+        f"{comparison['closer']:,} ({comparison['share']:.1%})",
+        f"{comparison['farther']:,}",
+        f"{comparison['equal']:,}",
+        f"p = {comparison['p']:.2g}",
+        f"{comparison['difference']:+.4f} ({low:+.4f} to {high:+.4f})",
+    ]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One model's divergences against another's of the same contexts.
-
-    Attributes:
-        difference: mean of the one's minus the other's; below 0 the one stays closer.
-        interval: of the difference, at `LEVEL`; contexts are drawn again with replacement.
-        closer, farther, equal: how many contexts; equal ones count for neither.
-        share: closer ones among all.
-        p: of the two-sided sign test, which leaves equal ones out.
-    """
-
-    difference: float
-    interval: tuple[float, float]
-    closer: int
-    farther: int
-    equal: int
-    share: float
-    p: float
-
-
-def compare(one: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray, *, seed: int = 0) -> Comparison:
-    """Hold divergences against others, context by context. Differences below `EQUAL` are of arithmetic alone."""
-    differences = np.asarray(one, dtype=float) - np.asarray(other, dtype=float)
-    differences[np.abs(differences) < EQUAL] = 0
-    closer, farther = int((differences < 0).sum()), int((differences > 0).sum())
-    count, random = len(differences), np.random.default_rng(seed)
-    means = [differences[random.integers(count, size=count)].mean() for _ in range(RESAMPLED)]
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Comparison(
-        float(differences.mean()), (float(low), float(high)), closer, farther, count - closer - farther,
-        closer / count, sign_test(closer, farther),
-    )  # fmt: skip
-
-
-def sign_test(closer: int, farther: int) -> float:
-    """How likely it is that a fair coin falls as unevenly, on either side.
-
-    >>> sign_test(8, 2)
-    0.109375
-    """
-    from scipy.stats import binomtest
-
-    return float(binomtest(closer, closer + farther).pvalue) if closer + farther else 1.0
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw two panels: the divergences of each writer, and the differences from the recurrent model's."""
+    figure, (cumulative, differences) = new_figure(2)
+    recurrent = np.array(result["divergences"][RECURRENT])
+    colours = {RECURRENT: COLOURS[0], **dict(zip(result["against"], COLOURS[1:], strict=False)), TEXT: "#979797"}
+    for writer, values in result["divergences"].items():
+        mean, colour = result["writers"][writer]["mean"], colours[writer]
+        share = np.arange(1, len(values) + 1) / len(values)
+        cumulative.plot(np.sort(values), share, color=colour, linewidth=1.9, label=f"{writer}, mean {mean:.3f}")
+    title, x_label = "Divergence of continuations from their contexts", "Jensen-Shannon divergence in nats"
+    style_axes(cumulative, title, x_label, "cumulative share of contexts")
+    cumulative.set_ylim(0, 1)
+    cumulative.legend(fontsize=8.5, edgecolor="none")
+    edges = np.linspace(-math.log(2), math.log(2), 42)  # no edge at 0: equal contexts are in the middle bin
+    for writer, comparison in result["against"].items():
+        values, (low, high) = recurrent - np.array(result["divergences"][writer]), comparison["interval"]
+        differences.hist(
+            values,
+            edges,
+            histtype="step",
+            color=colours[writer],
+            linewidth=1.7,
+            label=f"{writer}: closer in {comparison['share']:.1%}, equal in {comparison['equal'] / len(values):.1%}",
+        )
+        differences.axvspan(low, high, color=colours[writer], alpha=0.25, linewidth=0)
+    differences.axvline(0, color="#454545", linewidth=0.8)
+    title, x_label = "Recurrent model compared with the others", "difference in nats; shaded: interval of its mean"
+    style_axes(differences, title, x_label, "contexts")
+    differences.legend(fontsize=8.5, edgecolor="none")
+    save_figure(figure, path)

@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the state enters a base model and how its layers' outputs are read: the only file that knows a model's inside.
+"""The supported model families, one row each: where layers, norms, attention and heads are, and how positions work.
 
-The state becomes one more key and value of a layer's self-attention (figure 2 of the paper) without a line of model
-code: a hook puts the state, passed through the layer's own norm, in front of the attention module's input, and a
-second one takes its positions off the output. The module's own projections make its keys and values; its queries
-give results nobody reads. That costs a slot the attention's projections, and no feed-forward network.
-
-Keys and values of earlier positions enter where they are used, and those of the window are noted there (`doors`).
-
-What belongs to one call travels with the call, as the keyword `carry`, which transformers hands down to every layer:
-under gradient checkpointing a layer runs again during the backward pass and must meet its own window's state. The
-hooks themselves hold no reference to any model, so copies and pickles of a model are independent of it.
+A new family is a row of `ARCHITECTURES`. Together with `hooks` and `attention` this is all the package knows of a base
+model's inside.
 """
 
 from collections.abc import Callable
@@ -20,24 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HIDDEN = torch.finfo(torch.float32).min  # what eager attention adds where nothing is to be seen
+MASKED = torch.finfo(torch.float32).min  # what eager attention adds to the scores of masked keys
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where things are in one family of base models.
+    """The structure of one family of base models.
 
     Attributes:
-        causal: a token sees only what is before it.
+        causal: a token attends only to earlier tokens.
         layers: path from the model without its head to the list of layers.
         norm: the layer's norm in front of attention; None where the norm comes after it.
-        attention: path from a layer to the module that makes keys and values.
+        attention: path from a layer to its self-attention module.
         rotary: positions are rotations of queries and keys, not learned vectors.
         rotary_by_type: layers of different attention types are rotated differently.
-        offset_positions: learned positions start after the padding id, so that fewer can be used.
+        offset_positions: position ids start after the padding id, so that fewer positions can be used.
         masks_by_type: layers of different attention types take their masks from a dictionary.
-        classify: the classification head applied to first-token vectors [B, k]; None where there is no such head.
-        answer: the question-answering head applied to hidden states [B, T, k]: [B, T, 2], for starts and ends.
+        classify: applies the classification head to first-token vectors [B, k]; None without such a head.
+        answer: applies the question-answering head to hidden states [B, T, k]; gives [B, T, 2], starts and ends.
     """
 
     causal: bool
@@ -51,77 +43,84 @@ class Architecture:
     classify: Callable[[Any, Tensor], Tensor] | None = None
     answer: Callable[[Any, Tensor], Tensor] | None = None
 
-    def positions(self, config: Any) -> int:
-        """How many positions the base model can use, or was trained on where they are rotary."""
+    def max_positions(self, config: Any) -> int:
+        """The number of positions the base model has, or was trained on if they are rotary."""
         return config.max_position_embeddings - self._skipped(config)
 
     def position_ids(self, config: Any, positions: Tensor) -> Tensor:
-        """Positions from 0 as the base model counts them."""
+        """Position ids of the base model for positions counted from 0."""
         return positions + self._skipped(config)
 
     def _skipped(self, config: Any) -> int:
         return config.pad_token_id + 1 if self.offset_positions else 0
 
-    def heads(self, config: Any) -> tuple[int, int]:
-        """How many heads have keys of their own, and the size of a key."""
+    def kv_heads(self, config: Any) -> tuple[int, int]:
+        """The number of key-value heads, and the size of a key."""
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size
 
-    def reaches(self, config: Any) -> list[int | None]:
-        """How far each layer looks; None where it sees everything."""
+    def sliding_windows(self, config: Any) -> list[int | None]:
+        """The attention window of each layer; None for full attention."""
         sliding = getattr(config, "sliding_window", None) or None
         types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         return [sliding if kind == "sliding_attention" else None for kind in types]
 
-    def types_tokens(self, config: Any) -> bool:
-        """Whether the base model can be told which tokens are the question's and which the document's."""
+    def has_token_types(self, config: Any) -> bool:
+        """Whether the base model has token types, to tell a question's tokens from the document's."""
         return getattr(config, "type_vocab_size", 0) > 1
 
-    def turned(self, body: Any, keys: Tensor, by: int | Tensor, window: int) -> Tensor:
-        """Rotary keys [B, L, heads, n, d] of all layers, `by` positions further back, or each row so many, [B, 1]."""
-        config, found = body.config, {}
-        kinds = config.layer_types if self.rotary_by_type else [None] * keys.shape[1]
-        # none; so many back; and as far as a window reaches, since some models rotate longer texts otherwise
-        back = torch.full((1, 1), by, device=keys.device) if isinstance(by, int) else by.to(keys.device)
+    def rerotate(self, backbone: Any, keys: Tensor, distance: int | Tensor, window: int) -> Tensor:
+        """Re-rotate the RoPE keys of all layers, as if they stood `distance` positions further back.
+
+        Args:
+            keys: [B, L, heads, n, d].
+            distance: one for all rows, or one a row, [B, 1].
+            window: tokens of a window: some models rotate long texts differently.
+        """
+        config, rotations = backbone.config, {}
+        types = config.layer_types if self.rotary_by_type else [None] * keys.shape[1]
+        back = torch.full((1, 1), distance, device=keys.device) if isinstance(distance, int) else distance
+        back = back.to(keys.device)
+        # position 0, the new position, and the last one of a window, by which some models choose their frequencies
         positions = torch.cat([torch.zeros_like(back), -back, torch.full_like(back, window - 1)], dim=1)
-        for kind in set(kinds):
-            cos, sin = body.rotary_emb(keys.float(), positions, *([kind] if self.rotary_by_type else []))
-            found[kind] = cos[:, 1] / cos[:, 0], sin[:, 1] / cos[:, 0]  # some models scale them
-        cos, sin = (torch.stack([found[kind][i] for kind in kinds], dim=1)[:, :, None, None] for i in (0, 1))
-        turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
-        half = turned.shape[-1] // 2
-        swapped = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
-        return torch.cat([(turned * cos + swapped * sin).to(keys.dtype), rest], dim=-1)
+        for layer_type in set(types):
+            cos, sin = backbone.rotary_emb(keys.float(), positions, *([layer_type] if self.rotary_by_type else []))
+            rotations[layer_type] = cos[:, 1] / cos[:, 0], sin[:, 1] / cos[:, 0]  # some models scale both
+        cos, sin = (torch.stack([rotations[one][i] for one in types], dim=1)[:, :, None, None] for i in (0, 1))
+        rotary, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]  # some models rotate a part only
+        half = rotary.shape[-1] // 2
+        swapped = torch.cat([-rotary[..., half:], rotary[..., :half]], dim=-1)
+        return torch.cat([(rotary * cos + swapped * sin).to(keys.dtype), rest], dim=-1)
 
-    def masks(self, config: Any, positions: Tensor, keys: int) -> Any:
-        """Attention masks for queries at `positions` [B, n] of a window, over keys at the window's first `keys` ones.
+    def cache_masks(self, config: Any, positions: Tensor, keys: int) -> Any:
+        """Attention masks for queries at `positions` [B, n] of a window over the first `keys` places of a cache.
 
-        Made here where keys are kept in place and rows stand at different positions, which transformers cannot know.
+        transformers cannot make them: keys stay in place, and every row is at another position.
         """
         distance = positions[:, None, :, None] - torch.arange(keys, device=positions.device)  # [B, 1, n, keys]
         full = distance >= 0
         sliding = getattr(config, "sliding_window", None)
         near = full if sliding is None else full & (distance < sliding)
         if config._attn_implementation.endswith("eager"):
-            full, near = (torch.zeros_like(m, dtype=torch.float).masked_fill(~m, HIDDEN) for m in (full, near))
+            full, near = (torch.zeros_like(m, dtype=torch.float).masked_fill(~m, MASKED) for m in (full, near))
         return {"full_attention": full, "sliding_attention": near} if self.masks_by_type else near
 
-    def layer_list(self, body: nn.Module) -> nn.ModuleList:
-        return body.get_submodule(self.layers)  # type: ignore[return-value]
+    def layer_list(self, backbone: nn.Module) -> nn.ModuleList:
+        return backbone.get_submodule(self.layers)  # type: ignore[return-value]
 
     @staticmethod
-    def decisions(config: Any) -> tuple[str, float | None]:
-        """What of a config decides in Python how a window is run: how attention is computed, and a cap on logits."""
+    def runtime_options(config: Any) -> tuple[str, float | None]:
+        """The config values that change how a forward pass runs: the attention function, and a cap on logits."""
         return config._attn_implementation, getattr(config, "final_logit_softcapping", None)
 
-    def projection(self, model: Any) -> nn.Linear | None:
-        """The layer whose outputs are a causal model's logits, or None where more is done, by the model or a hook."""
-        layer, (_, cap) = model.get_output_embeddings(), self.decisions(model.config)
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        hooked = any(getattr(module, kind) for module in (model, layer) for kind in kinds)
-        changed = any("forward" in vars(module) for module in (model, layer)) or hasattr(layer, "_hf_hook")
-        own = type(model).forward.__module__.startswith("transformers.")
-        if type(layer) is not nn.Linear or not own or hooked or changed or cap is not None:
+    def output_projection(self, model: Any) -> nn.Linear | None:
+        """The linear layer that makes a causal model's logits; None if the model or a hook does more than that."""
+        layer, (_, logit_cap) = model.get_output_embeddings(), self.runtime_options(model.config)
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        hooked = any(getattr(module, kind) for module in (model, layer) for kind in hooks)
+        patched = any("forward" in vars(module) for module in (model, layer)) or hasattr(layer, "_hf_hook")
+        is_transformers = type(model).forward.__module__.startswith("transformers.")
+        if type(layer) is not nn.Linear or not is_transformers or hooked or patched or logit_cap is not None:
             return None
         return layer
 
@@ -155,16 +154,9 @@ def _modernbert_answers(model: Any, hidden: Tensor) -> Tensor:
 
 
 _llama = Architecture(True, "layers", "input_layernorm", "self_attn", rotary=True)
-
-
 _qwen = Architecture(True, "layers", "input_layernorm", "self_attn", rotary=True, masks_by_type=True)
-
-
 _bert = Architecture(False, "encoder.layer", None, "attention.self", classify=_bert_head, answer=_answers)
-
-
 _roberta = replace(_bert, offset_positions=True, classify=_first_token_head)
-
 
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture(True, "h", "ln_1", "attn"),
@@ -196,20 +188,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-
-# Settings under which a supported type computes something else than this file assumes.
+# Config values under which a supported type computes something else than this file assumes.
 _REFUSED_SETTINGS: dict[str, tuple[Any, str]] = {
     "is_decoder": (False, "it turns an encoder into a decoder"),
-    "add_cross_attention": (False, "the state would enter cross-attention"),
+    "add_cross_attention": (False, "the state would be inserted into cross-attention"),
     "is_encoder_decoder": (False, "only decoders and encoders are supported"),
-    "layerdrop": (0.0, "a dropped layer would neither receive the state nor be pooled; set it to 0.0"),
+    "layerdrop": (0.0, "a dropped layer neither receives the state nor is pooled; set it to 0.0"),
     "use_bidirectional_attention": (False, "a causal model is expected"),
     "classifier_pooling": ("cls", "windows are joined by their first token; set it to 'cls'"),
 }
 
 
 def architecture_of(config: Any) -> Architecture:
-    """What is known of a base model, or a refusal that names the model and what is supported."""
+    """The architecture of a base model; a ValueError names the supported types otherwise."""
     refusal = _refusal(config)
     if refusal is not None:
         raise ValueError(refusal)
@@ -217,12 +208,12 @@ def architecture_of(config: Any) -> Architecture:
 
 
 def is_supported(config: Any) -> bool:
-    """Whether the inside of a base model is known."""
+    """Whether recurrence can be added to a base model."""
     return _refusal(config) is None
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a base model has, known or not; None where it does not say."""
+    """The number of positions of any base model; None if its config does not say."""
     return getattr(config, "max_position_embeddings", None)
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of earlier positions enter where attention is computed, and those of a window are noted there.
+"""Attention functions that accept extra keys and values, and record those of the window.
 
-Every attention module of transformers calls a function that it finds by the name its config gives, with its queries,
-keys and values and all keywords that came down to it. Under names of our own are the usual functions with a door.
+Every attention module of transformers looks up its attention function by the name in its config and calls it with
+queries, keys, values and all keyword arguments it received. The usual functions are registered here under a second
+name, wrapped: the wrapper prepends the keys and values that are carried from earlier windows. (In generation they are
+part of the cache instead: `models.window_cache.WindowCache.update`.)
 """
 
 import contextlib
@@ -16,55 +18,59 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+KV = tuple[Tensor, Tensor]  # keys and values, each [B, heads, n, d]
+
 
 class AttentionContext:
-    """What passes in and out where one layer's attention is computed. Not a dataclass, as `insertion.HookContext`.
+    """What one layer's attention takes in and records. Not a dataclass, for the reason given in `hooks.HookContext`.
 
     Attributes:
-        earlier: keys and values that every query sees.
-        slots: how many of the positions are the state's, which are not the window's.
-        noted: the window's keys and values, if `noting`.
-        paid: the attention that each query pays to all that is carried, [B, heads, T], if `watching`.
+        past_kv: keys and values of earlier windows, visible to every query.
+        num_slots: how many of the input's first positions are inserted vectors, not tokens of the window.
+        record_kv: whether to record the window's keys and values.
+        record_attention: whether to record the attention that queries pay to the carried state.
+        window_kv: output: the window's keys and values.
+        attention_to_state: output: attention weights on everything carried, summed, [B, heads, T].
     """
 
-    def __init__(self, earlier: tuple[Tensor, Tensor] | None, slots: int, noting: bool, watching: bool = False):
-        self.earlier = earlier
-        self.slots = slots
-        self.noting = noting
-        self.watching = watching
-        self.noted: tuple[Tensor, Tensor] | None = None
-        self.paid: Tensor | None = None
+    def __init__(self, past_kv: KV | None, num_slots: int, record_kv: bool, record_attention: bool = False):
+        self.past_kv = past_kv
+        self.num_slots = num_slots
+        self.record_kv = record_kv
+        self.record_attention = record_attention
+        self.window_kv: KV | None = None
+        self.attention_to_state: Tensor | None = None
 
 
 def use_wrapped_attention(config: Any) -> None:
-    """Let keys and values pass in and out: the model's attention by the name under which it has a door."""
-    used = config._attn_implementation
-    if getattr(config, "reorder_and_upcast_attn", False):  # which GPT-2 does under the name of eager alone
-        raise ValueError("Keys and values cannot be carried or watched with reorder_and_upcast_attn=True: use False.")
-    if f"{_DOOR}{used}" in _DOORS:
-        config._attn_implementation = f"{_DOOR}{used}"
-    elif used not in _DOORS:
+    """Switch a model's config to the wrapped version of its attention function."""
+    implementation = config._attn_implementation
+    if getattr(config, "reorder_and_upcast_attn", False):  # GPT-2 computes it only under the name "eager"
+        raise ValueError("Keys and values cannot be carried or recorded with reorder_and_upcast_attn=True: use False.")
+    if f"{_PREFIX}{implementation}" in _WRAPPERS:
+        config._attn_implementation = f"{_PREFIX}{implementation}"
+    elif implementation not in _WRAPPERS:
         raise ValueError(
-            f"attn_implementation={used!r} cannot show kept keys and values to every query. "
+            f"attn_implementation={implementation!r} cannot show carried keys and values to every query. "
             'Call set_attn_implementation("sdpa") ("eager" works too).'
         )
 
 
 @contextlib.contextmanager
 def recording_attention(config: Any) -> Iterator[None]:
-    """While attention is to be watched: the one of the model's own that says how much is paid to what, with a door."""
-    used = config._attn_implementation
+    """Use the wrapped eager attention inside: the only one that returns attention weights."""
+    implementation = config._attn_implementation
     config._attn_implementation = "eager"
     try:
         use_wrapped_attention(config)
         yield
     finally:
-        config._attn_implementation = used
+        config._attn_implementation = implementation
 
 
 def unwrapped_name(implementation: str) -> str:
-    """What an attention is called where it has no door."""
-    return implementation.removeprefix(_DOOR)
+    """The name of an attention function without our prefix."""
+    return implementation.removeprefix(_PREFIX)
 
 
 def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
@@ -72,8 +78,8 @@ def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Te
 
 
 def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    homes = (sys.modules[cls.__module__] for cls in type(module).__mro__)
-    attend = next(home.eager_attention_forward for home in homes if hasattr(home, "eager_attention_forward"))
+    model_files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
+    attend = next(file.eager_attention_forward for file in model_files if hasattr(file, "eager_attention_forward"))
     return _attend(attend, module, query, key, value, mask, **kwargs)
 
 
@@ -84,51 +90,54 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    door: AttentionContext | None = None,
+    attention_context: AttentionContext | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Attention [B, T, heads, d], with what is at the door: keys and values in front that every query sees."""
-    if door is None:
+    """Attention [B, T, heads, d] over the carried keys and values and the window's own."""
+    context = attention_context
+    if context is None:
         return attend(module, query, key, value, mask, **kwargs)
-    if door.noting:
-        door.noted = key[:, :, door.slots :], value[:, :, door.slots :]
-    output, weights, *rest = _attend_earlier(attend, module, query, key, value, mask, door.earlier, **kwargs)
-    if door.watching:
-        carried = door.slots + (0 if door.earlier is None else door.earlier[0].shape[2])  # they come first
-        door.paid = weights[:, :, door.slots :, :carried].float().sum(dim=-1)
+    if context.record_kv:
+        context.window_kv = key[:, :, context.num_slots :], value[:, :, context.num_slots :]
+    output, weights, *rest = _attend_past(attend, module, query, key, value, mask, context.past_kv, **kwargs)
+    if context.record_attention:
+        carried = context.num_slots + (0 if context.past_kv is None else context.past_kv[0].shape[2])  # come first
+        context.attention_to_state = weights[:, :, context.num_slots :, :carried].float().sum(dim=-1)
     return output, weights, *rest
 
 
-def _attend_earlier(
+def _attend_past(
     attend: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    earlier: tuple[Tensor, Tensor] | None,
+    past_kv: KV | None,
     **kwargs: Any,
 ) -> Any:
-    if earlier is None:
+    """Attention with `past_kv` in front, visible to every query."""
+    if past_kv is None:
         return attend(module, query, key, value, mask, **kwargs)
-    count = earlier[0].shape[2]
-    key, value = (torch.cat([old.to(new), new], dim=2) for old, new in zip(earlier, (key, value), strict=True))
+    count = past_kv[0].shape[2]
+    key, value = (torch.cat([past.to(new), new], dim=2) for past, new in zip(past_kv, (key, value), strict=True))
     if mask is not None:
         mask = pad(mask, (count, 0), value=True if mask.dtype == torch.bool else 0.0)
         return attend(module, query, key, value, mask, **kwargs)
     if not getattr(module, "is_causal", True):
         return attend(module, query, key, value, None, **kwargs)
-    # Without a mask the first query sees the first key: as many queries that nobody reads as there are keys in front.
+    # A causal kernel without a mask aligns the first query with the first key: prepend as many dummy queries as there
+    # are past keys, and drop their outputs.
     query = pad(query, (0, 0, count, 0))
     output, *rest = attend(module, query, key, value, None, **kwargs)
     return output[:, count:], *rest
 
 
-_DOOR = "carryforward_"
-_DOORS: dict[str, tuple[Callable, Callable]] = {
-    f"{_DOOR}sdpa": (_sdpa, masking_utils.sdpa_mask),
-    f"{_DOOR}eager": (_eager, masking_utils.eager_mask),
+_PREFIX = "carryforward_"
+_WRAPPERS: dict[str, tuple[Callable, Callable]] = {
+    f"{_PREFIX}sdpa": (_sdpa, masking_utils.sdpa_mask),
+    f"{_PREFIX}eager": (_eager, masking_utils.eager_mask),
 }
-for _name, (_function, _mask) in _DOORS.items():
+for _name, (_function, _mask) in _WRAPPERS.items():
     AttentionInterface.register(_name, _function)
     AttentionMaskInterface.register(_name, _mask)

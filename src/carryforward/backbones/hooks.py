@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the state enters a base model and how its layers' outputs are read: the only file that knows a model's inside.
+"""Forward hooks that insert the state into a base model and record its layers' outputs.
 
-The state becomes one more key and value of a layer's self-attention (figure 2 of the paper) without a line of model
-code: a hook puts the state, passed through the layer's own norm, in front of the attention module's input, and a
-second one takes its positions off the output. The module's own projections make its keys and values; its queries
-give results nobody reads. That costs a slot the attention's projections, and no feed-forward network.
+A carried vector becomes one more key and value of a layer's self-attention (figure 2 of the paper) without a change to
+model code. One hook passes the vector through the layer's own norm and prepends it to the attention module's input; a
+second hook drops its position from the output. The module's own projections make its key and value; the output of its
+query is discarded. A slot costs the attention's projections, and no feed-forward network.
 
-Keys and values of earlier positions enter where they are used, and those of the window are noted there (`doors`).
+Carried keys and values enter inside the attention function (`attention`), where those of the window are recorded.
 
-What belongs to one call travels with the call, as the keyword `carry`, which transformers hands down to every layer:
-under gradient checkpointing a layer runs again during the backward pass and must meet its own window's state. The
-hooks themselves hold no reference to any model, so copies and pickles of a model are independent of it.
+What belongs to one call travels with the call, as the keyword argument `hook_context`, which transformers hands down to
+every layer. Under gradient checkpointing a layer runs again during the backward pass and must see its own window's
+state. The hooks hold no reference to a model, so copies and pickles of a model are independent of it.
 """
 
 import contextlib
@@ -24,64 +24,64 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import masking_utils
 
-from .architectures import HIDDEN, Architecture
-from .attention import AttentionContext
+from .architectures import MASKED, Architecture
+from .attention import KV, AttentionContext
 
 
 class HookContext:
-    """What one call of the base model takes in and gives out beside its own arguments.
+    """What the hooks of one call of the base model insert and record.
 
-    Not a dataclass: FSDP copies those on their way to a layer, and outputs would be written to the copy.
+    Not a dataclass: FSDP copies dataclasses on their way to a layer, and outputs would be written to the copy.
 
     Attributes:
-        slots: for each layer the state enters (counted from 1), the vectors it receives, [B, S, k].
-        earlier: for each layer, keys and values of earlier positions, each [B, heads, n, d].
-        before: the same as the state has them.
-        noting: whether keys and values of the window are wanted.
-        watching: whether it is wanted how much attention is paid to what enters (within `doors.recording_attention`).
-        held: in generation, for each layer, how many of a cache's first places are the state's.
-        seen: [B]; which rows see those.
-        outputs: filled by the call: each layer's output [B, T, k].
-        noted: filled by the call: each layer's keys and values, each [B, heads, T, d].
-        paid: filled by the call: for each layer that something enters, the attention paid to it, [B, heads, T].
+        slots: vectors to insert, by layer (counted from 1), each [B, S, k].
+        past_kv: keys and values of earlier windows, by layer.
+        record_kv: whether to record the window's keys and values.
+        record_attention: whether to record attention to the state (inside `attention.recording_attention`).
+        state_columns: in generation, by layer, how many of a cache's first positions belong to the state.
+        rows_with_state: in generation, which rows see these, [B].
+        layer_outputs: output: each layer's output, [B, T, k].
+        window_kv: output: each layer's keys and values.
+        attention_to_state: output: by layer that receives a state, the attention paid to it, [B, heads, T].
     """
 
     def __init__(self) -> None:
         self.slots: dict[int, Tensor] = {}
-        self.earlier: dict[int, tuple[Tensor, Tensor]] = {}
-        self.before: Tensor | None = None
-        self.noting = False
-        self.watching = False
-        self.held: dict[int, int] = {}
-        self.seen: Tensor | None = None
-        self.outputs: dict[int, Tensor] | None = {}
-        self.noted: dict[int, tuple[Tensor, Tensor]] = {}
-        self.paid: dict[int, Tensor] = {}
+        self.past_kv: dict[int, KV] = {}
+        self.record_kv = False
+        self.record_attention = False
+        self.state_columns: dict[int, int] = {}
+        self.rows_with_state: Tensor | None = None
+        self.layer_outputs: dict[int, Tensor] | None = {}
+        self.window_kv: dict[int, KV] = {}
+        self.attention_to_state: dict[int, Tensor] = {}
 
-    def take_outputs(self) -> list[Tensor]:
-        """The outputs of layers 1 to L, once; layers that are run again for the backward pass find no room to write."""
-        assert self.outputs is not None, "outputs were taken before"
-        outputs, self.outputs = self.outputs, None
+    def take_layer_outputs(self) -> list[Tensor]:
+        """The outputs of layers 1 to L, once. Layers that run again in the backward pass record nothing."""
+        assert self.layer_outputs is not None, "layer outputs were taken before"
+        outputs, self.layer_outputs = self.layer_outputs, None
         return [outputs[layer] for layer in sorted(outputs)]
 
-    def take_noted(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of layers 1 to L, once: a graph that is kept keeps this too."""
-        noted, self.noted = self.noted, {}
-        return [noted[layer] for layer in sorted(noted)]
+    def take_window_kv(self) -> list[KV]:
+        """The keys and values of layers 1 to L, once: a kept graph would otherwise keep them alive."""
+        window_kv, self.window_kv = self.window_kv, {}
+        return [window_kv[layer] for layer in sorted(window_kv)]
 
 
 @contextlib.contextmanager
-def plain_masks() -> Iterator[None]:
-    """Without padding a window is one causal stretch, and attention needs no mask. While a CUDA graph is captured,
-    transformers does not look whether several texts share a row or whether a mask hides nothing, and makes one that
-    costs the fast kernels."""
-    traced, needless = masking_utils.is_tracing, masking_utils._ignore_causal_mask_sdpa
+def maskless_attention() -> Iterator[None]:
+    """Stop transformers from making an attention mask during CUDA-graph capture.
 
-    def is_tracing(tensor: Any = None) -> bool:  # with a mask it would read it, which cannot be captured
-        return tensor is not None and traced(tensor)
+    A window without padding is one causal sequence and needs no mask. While a graph is captured, transformers cannot
+    inspect its inputs and makes one to be safe, which rules out the fast attention kernels.
+    """
+    is_tracing_before, ignore_before = masking_utils.is_tracing, masking_utils._ignore_causal_mask_sdpa
+
+    def is_tracing(tensor: Any = None) -> bool:  # reading a tensor cannot be captured
+        return tensor is not None and is_tracing_before(tensor)
 
     def _ignore_causal_mask_sdpa(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
-        return needless(None, *args, **kwargs)
+        return ignore_before(None, *args, **kwargs)
 
     def find_packed_sequence_indices(position_ids: Tensor) -> None:
         return None
@@ -92,63 +92,67 @@ def plain_masks() -> Iterator[None]:
         yield
 
 
-def install(body: nn.Module, architecture: Architecture) -> None:
-    """Hook a model without its head, once. Calls without `carry` behave as before."""
-    if getattr(body, "_takes_carry", False):  # by an earlier `add_recurrence` to the same model
+def install(backbone: nn.Module, architecture: Architecture) -> None:
+    """Register the hooks on a model without its head, once. Calls without `hook_context` behave as before."""
+    if getattr(backbone, "_has_recurrence_hooks", False):  # an earlier `add_recurrence` to the same model
         return
-    body._takes_carry = True  # type: ignore[assignment]
-    for number, layer in enumerate(architecture.layer_list(body), start=1):
+    backbone._has_recurrence_hooks = True  # type: ignore[assignment]
+    for number, layer in enumerate(architecture.layer_list(backbone), start=1):
         # Partials of plain functions survive deepcopy and pickle; closures over a module would not.
-        norm = architecture.norm if getattr(layer, "do_layer_norm_before", True) else None  # OPT-350m: behind it
-        layer.register_forward_pre_hook(partial(_enter, number, norm), with_kwargs=True)
-        layer.register_forward_hook(partial(_collect, number), with_kwargs=True)
+        norm = architecture.norm if getattr(layer, "do_layer_norm_before", True) else None  # OPT-350m: after it
+        layer.register_forward_pre_hook(partial(_enter_layer, number, norm), with_kwargs=True)
+        layer.register_forward_hook(partial(_record_layer, number), with_kwargs=True)
         attention = layer.get_submodule(architecture.attention)
-        attention.register_forward_pre_hook(_prepend, with_kwargs=True)
-        attention.register_forward_hook(_drop, with_kwargs=True)
+        attention.register_forward_pre_hook(_prepend_slots, with_kwargs=True)
+        attention.register_forward_hook(_drop_slots, with_kwargs=True)
 
 
-def _enter(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Hand what is a layer's on to its attention; slots through its own norm."""
-    carry = kwargs.get("carry")
-    if carry is None:
+def _enter_layer(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Pass a layer's share of the context on to its attention; slots go through the layer's norm."""
+    context: HookContext | None = kwargs.get("hook_context")
+    if context is None:
         return None
-    more: dict[str, Any] = {}
-    if carry.held.get(number):
-        more["held"] = carry.held[number], carry.seen
-    if number in carry.slots:
+    extra: dict[str, Any] = {}
+    if context.state_columns.get(number):
+        extra["state_columns"] = context.state_columns[number], context.rows_with_state
+    if number in context.slots:
         hidden = args[0] if args else kwargs["hidden_states"]
-        more["slots"] = _normed(layer, norm, carry.slots[number].to(hidden.dtype))
-    entered = number in carry.slots or number in carry.earlier
-    if carry.noting or number in carry.earlier or (carry.watching and entered):
-        count = more["slots"].shape[1] if "slots" in more else 0
-        more["door"] = AttentionContext(carry.earlier.get(number), count, carry.noting, carry.watching and entered)
-    return args, {**kwargs, **more}
+        extra["slots"] = _normed(layer, norm, context.slots[number].to(hidden.dtype))
+    has_state = number in context.slots or number in context.past_kv
+    record_attention = context.record_attention and has_state
+    if context.record_kv or number in context.past_kv or record_attention:
+        num_slots = extra["slots"].shape[1] if "slots" in extra else 0
+        past_kv = context.past_kv.get(number)
+        extra["attention_context"] = AttentionContext(past_kv, num_slots, context.record_kv, record_attention)
+    return args, {**kwargs, **extra}
 
 
 def _normed(layer: nn.Module, norm: str | None, slots: Tensor) -> Tensor:
     weight = next(layer.parameters())
-    if weight.device.type != "meta":  # offloaded weights come to the input, others are met where they are
+    if weight.device.type != "meta":  # offloaded weights move to the input's device by themselves
         slots = slots.to(weight.device)
     if norm is not None:
         slots = layer.get_submodule(norm)(slots)
     return slots
 
 
-def _collect(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
-    """Note a layer's output, and what went through its door."""
-    carry = kwargs.get("carry")
-    if carry is not None and carry.outputs is not None:
-        carry.outputs[number] = output
-        if carry.noting:
-            carry.noted[number] = kwargs["door"].noted
-        if carry.watching and "door" in kwargs and kwargs["door"].watching:
-            carry.paid[number] = kwargs["door"].paid
+def _record_layer(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
+    """Record a layer's output, its keys and values, and the attention paid to the state."""
+    context: HookContext | None = kwargs.get("hook_context")
+    if context is None or context.layer_outputs is None:
+        return
+    context.layer_outputs[number] = output
+    attention_context = kwargs.get("attention_context")
+    if context.record_kv:
+        context.window_kv[number] = attention_context.window_kv  # type: ignore[union-attr]
+    if attention_context is not None and attention_context.record_attention:
+        context.attention_to_state[number] = attention_context.attention_to_state
 
 
-def _prepend(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _prepend_slots(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Put the slots in front of an attention module's input."""
-    if "held" in kwargs:
-        kwargs = {**kwargs, "attention_mask": _show_held(kwargs["attention_mask"], *kwargs["held"])}
+    if "state_columns" in kwargs:
+        kwargs = {**kwargs, "attention_mask": _show_state(kwargs["attention_mask"], *kwargs["state_columns"])}
     slots = kwargs.get("slots")
     if slots is None:
         return args, kwargs
@@ -163,29 +167,29 @@ def _prepend(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, **grown, "hidden_states": hidden}
 
 
-def _drop(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> Any:
-    """Take the slots' positions off an attention module's output: they are keys and values, never queries."""
+def _drop_slots(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> Any:
+    """Drop the slots' positions from an attention module's output: they are keys and values, never queries."""
     slots = kwargs.get("slots")
     return None if slots is None else (output[0][:, slots.shape[1] :], *output[1:])
 
 
 def _grow_mask(mask: Tensor | None, count: int) -> Tensor | None:
-    """Let every query see the slots. No mask stays none: in front of a causal window the slots are seen anyway."""
+    """Let every query see the slots. Without a mask, a causal window sees what stands in front of it anyway."""
     if mask is None:
         return None
     assert mask.ndim == 4, f"a mask [B, heads, queries, keys] was expected, got {tuple(mask.shape)}"
-    rows = count if mask.shape[2] > 1 else 0  # one row may stand for all queries
+    rows = count if mask.shape[2] > 1 else 0  # one row may serve all queries
     return pad(mask, (count, 0, rows, 0), value=True if mask.dtype == torch.bool else 0.0)
 
 
-def _show_held(mask: Tensor, count: int, seen: Tensor) -> Tensor:
-    """Columns for what a cache holds of the state, visible in the rows that have some."""
-    visible = seen.to(mask.device)[:, None, None, None].expand(-1, 1, mask.shape[2], count)
+def _show_state(mask: Tensor, count: int, rows_with_state: Tensor) -> Tensor:
+    """Add mask columns for the state in a cache, visible in the rows that have one."""
+    visible = rows_with_state.to(mask.device)[:, None, None, None].expand(-1, 1, mask.shape[2], count)
     if mask.dtype != torch.bool:
-        visible = torch.zeros_like(visible, dtype=mask.dtype).masked_fill(~visible, HIDDEN)
+        visible = torch.zeros_like(visible, dtype=mask.dtype).masked_fill(~visible, MASKED)
     return torch.cat([visible, mask], dim=-1)
 
 
 def _grow_rotation(rotation: Tensor, count: int) -> Tensor:
-    """Rotate the slots as a window's first position is: not at all (but scaled as the others are)."""
+    """Rotate the slots like a window's first position: not at all (but scaled as the others are)."""
     return torch.cat([rotation[:, :1].expand(-1, count, -1), rotation], dim=1)

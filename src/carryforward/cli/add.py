@@ -1,67 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job behind `carryforward add`: a plain model in, one out that reads on over window borders without training."""
+"""`carryforward add`: make a plain model recurrent, without training."""
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from ..backbones.architectures import architecture_of
-from ..config import SINKS, RecurrenceConfig
-from ..data.corpora import open_corpus
-from ..data.documents import tokenise
-from ..models.add_recurrence import add_recurrence
-from ..models.loading import load_causal
-from ..models.position_offsets import measure_position_offsets, needs_position_offsets
-from ..utils import checkpoints, console
+import typer
 
-AT_ONCE = 1024  # a window need not be as long as a model can read
+from ..presets import DEFAULT_SINKS
+from ..settings import ADVANCED, DEFAULT_RECENT, DEFAULT_WINDOW, PRESET, PYTHON_DOCS, TEXT_FIELD, RecurrentSettings
+from .errors import user_errors
+from .options import Json
+
+if TYPE_CHECKING:
+    from ..config import RecurrenceConfig
 
 
-def extend(
-    name: str,
-    out: Path,
-    *,
-    data: str,
-    window: int | None = None,
-    kept: int | None = None,
-    sinks: int | None = None,
-    text_field: str = "text",
-) -> dict[str, int]:
-    """Save a model that carries keys and values from window to window; gives back what it does.
+def add(
+    model: Annotated[str, typer.Argument(help="Plain causal model: Hub name, folder or .gguf file.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the new model.")],
+    preset: Annotated[str, typer.Option(help=f"{PRESET} The latter must be trained.")] = RecurrentSettings.preset,
+    window: Annotated[int | None, typer.Option(help="Tokens per window.", show_default=DEFAULT_WINDOW)] = None,
+    recent: Annotated[
+        int | None,
+        typer.Option(help="Most recent positions whose keys and values are carried.", show_default=DEFAULT_RECENT),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            help="Attention sinks: a document's first positions, always carried.", show_default=str(DEFAULT_SINKS)
+        ),
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Text in the model's language, to measure position offsets on. Only models with learned positions, "
+            "such as GPT-2, need it."
+        ),
+    ] = PYTHON_DOCS,
+    text_field: Annotated[str, typer.Option(help=TEXT_FIELD, rich_help_panel=ADVANCED)] = "text",
+    as_json: Json = False,
+) -> None:
+    """Add recurrence to a language model without training, for texts of any length."""
+    with user_errors():
+        from ..utils import console
+
+        if preset != RecurrentSettings.preset and (recent is not None or sinks is not None):
+            raise ValueError(
+                f"--recent and --sinks are options of --preset {RecurrentSettings.preset}. Leave them out."
+            )
+        settings = RecurrentSettings(preset=preset, window=window, recent=recent, sinks=sinks)
+        recurrence = add_to_folder(model, out, settings, data=data, text_field=text_field)
+        result = {"window": recurrence.window, "memory": recurrence.describe()}
+        summary = f"windows of {result['window']} tokens; memory: {result['memory']}"
+        typer.echo(json.dumps({"out": str(out), **result}) if as_json else f"{out}: {summary}")
+        console.note(recurrence.usage_note())
+
+
+def add_to_folder(
+    name: str, out: Path, settings: RecurrentSettings, *, data: str, text_field: str = "text"
+) -> "RecurrenceConfig":
+    """Save a plain model with recurrence added. Returns the recurrence.
 
     Args:
-        data: a corpus; a model with learned positions reads some of its training text to learn what they do.
-        window: by default as many tokens as leave room for what is kept among the model's positions, 1,024 at most.
-        kept: newest positions whose keys and values are carried; with `sinks`, half a window by default.
-        sinks: the document's first positions, whose are carried too; 4 by default.
+        settings: the recurrence; their model and data are not used.
+        data: a corpus. A model with learned positions needs some of its training text to measure position offsets.
         text_field: the field of JSON lines and Hub rows that holds the text.
     """
+    from ..backbones.architectures import architecture_of
+    from ..data.documents import load_documents
+    from ..models.add_recurrence import add_recurrence
+    from ..models.loading import load_causal
+    from ..utils import console
+    from ..utils.files import atomic_folder
+
     if out.exists():
         raise ValueError(f"--out {out} exists already. Give another folder.")
+    fields = settings.recurrence_fields()
     console.note(f"loading {name}")
     loaded = load_causal(name)
     if loaded.recurrent:
         raise ValueError(f"{name} is recurrent already.")
     architecture = architecture_of(loaded.model.config)
-    reaches = architecture.reaches(loaded.model.config)
-    reach = min((one for one in reaches if one is not None), default=None)
-    if window is None:
-        positions = architecture.positions(loaded.model.config)
-        usable = min(positions, reach or positions)
-        carried = SINKS if sinks is None else sinks
-        # half a window is kept: together they fill what can be used
-        window = min(AT_ONCE, (2 * usable + 1) // 3 if kept is None else max(usable - kept - carried, kept + carried))
-    given = {key: value for key, value in (("kept", kept), ("sinks", sinks)) if value is not None}
-    recurrence = RecurrenceConfig.preset("kept", window=window, **given)
-    model = add_recurrence(loaded.model, recurrence)
-    if needs_position_offsets(model):
-        measure_position_offsets(model, tokenise(open_corpus(data, "train", text_field=text_field), loaded.tokenizer))
-    elif loaded.stored is not None:
+    documents = None
+    if not architecture.rotary and settings.preset == RecurrentSettings.preset:
+        documents = load_documents(data, "train", loaded.tokenizer, text_field=text_field)
+    model = add_recurrence(loaded.model, documents=documents, **fields)
+    recurrence = model.config.recurrence
+    if documents is None and loaded.stored is not None:
         model.to(dtype=loaded.stored)  # type: ignore[call-arg]
-    if reach is not None and window + recurrence.seen > reach:
+    limit = min((size for size in architecture.sliding_windows(loaded.model.config) if size), default=None)
+    if limit is not None and recurrence.window + recurrence.extra_positions > limit:
         console.note(
-            f"{name} has layers that look back {reach} tokens only, and would see further with what is kept. Use a "
-            "smaller --window and --kept, or train it first."
+            f"Some layers of {name} attend to the last {limit} tokens only; with the carried positions they see more. "
+            "Use a smaller --window and --recent, or train the model."
         )
-    with checkpoints.atomic_folder(out) as beside:
-        model.save_pretrained(beside)
-        loaded.tokenizer.save_pretrained(beside)
-    return {"window": window, "kept": recurrence.kept, "sinks": recurrence.sinks}
+    with atomic_folder(out) as temporary:
+        model.save_pretrained(temporary)
+        loaded.tokenizer.save_pretrained(temporary)
+    return recurrence

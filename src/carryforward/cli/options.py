@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command line's options can do beyond typer's: several values behind one flag, a YAML file of defaults, and a
-flag for each field of a dataclass."""
+"""Options of the command line: those that commands share, and what typer lacks.
+
+`options` gives a command an option for each field of a settings dataclass, `--config` reads defaults from a YAML file,
+and `repeat_flags` lets one flag take several values.
+"""
 
 import contextlib
 import dataclasses
@@ -11,50 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-
-def spread(arguments: list[str], command: Any) -> list[str]:
-    """`--overlap 0 5 10` as `--overlap 0 --overlap 5 --overlap 10`, for options of a command that take several values.
-
-    Args:
-        command: what the arguments are for, or a group of which they name one.
-    """
-    for name in arguments:
-        if not hasattr(command, "commands") or name not in command.commands:
-            break
-        command = command.commands[name]
-    names = [name for option in command.params if getattr(option, "multiple", False) for name in option.opts]
-    several = {name: _is_word if name in _OF_WORDS else _is_number for name in names}
-    spread: list[str] = []
-    option = ""
-    for argument in arguments:
-        if option and spread[-1] != option and several[option](argument):
-            spread.append(option)
-        elif argument.startswith("-") and not _is_number(argument):
-            name = argument.partition("=")[0]
-            option = name if name in several else ""
-        elif option and not several[option](argument) and spread[-1] != option:
-            option = ""
-        spread.append(argument)
-    return spread
-
-
-_OF_WORDS = ("--cell", "--text")  # all others are of numbers
-
-
-def _is_word(text: str) -> bool:
-    return not text.startswith("-")
-
-
-def _is_number(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        float(text)
-        return True
-    return False
+from ..settings import RUN
 
 
 def read_config(context: typer.Context, parameter: Any, path: Path | None) -> Path | None:
-    """Settings from a YAML file become defaults; flags on the command line win."""
+    """Use the settings of a YAML file as defaults; flags on the command line take precedence."""
     if path is None:
         return None
     import yaml
@@ -68,63 +34,190 @@ def read_config(context: typer.Context, parameter: Any, path: Path | None) -> Pa
     known = {option.opts[0].lstrip("-").replace("-", "_"): option for option in context.command.params}
     known = {name: option for name, option in known.items() if name not in ("config", "help")}
     defaults = {}
-    for given, value in settings.items():
-        name = str(given).replace("-", "_")
+    for key, value in settings.items():
+        name = str(key).replace("-", "_")
         if name not in known:
-            raise typer.BadParameter(f"{path}: {given!r} is not a setting of this command. It has: {', '.join(known)}.")
-        several = getattr(known[name], "multiple", False) or known[name].nargs != 1
-        if isinstance(value, dict) or (isinstance(value, list) and not several):
+            raise typer.BadParameter(f"{path}: {key!r} is not a setting of this command. It has: {', '.join(known)}.")
+        multiple = getattr(known[name], "multiple", False) or known[name].nargs != 1
+        if isinstance(value, dict) or (isinstance(value, list) and not multiple):
             raise typer.BadParameter(f"{path}: {name} must be a single value, not {value}.")
-        defaults[known[name].name] = [value] if several and not isinstance(value, list) else value
+        defaults[known[name].name] = [value] if multiple and not isinstance(value, list) else value
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
 
 
+# --- options that commands share -----------------------------------------------------------------------------------
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", callback=read_config, is_eager=True, help="YAML file with settings. Flags override it."),
+]
+_JSON = "Print the result as JSON."
+Json = Annotated[bool, typer.Option("--json", help=_JSON)]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="the GPU, if there is one")]
+Recurrent = Annotated[str, typer.Argument(help="Recurrent model: run folder, model folder or Hub name.")]
+OutFolder = Annotated[Path, typer.Option(file_okay=False, help="Output folder. The same command resumes the work.")]
+
+# of commands that train
+RunOut = Annotated[Path, typer.Option("--out", help="Run folder. The same command resumes an interrupted run.")]
+ReportTo = Annotated[
+    str, typer.Option(rich_help_panel=RUN, help="Experiment tracker, as Trainer's report_to: tensorboard, wandb, ...")
+]
+TrainingDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device", rich_help_panel=RUN, help="cpu, to leave the GPU unused.", show_default="the GPU, if there is one"
+    ),
+]
+TrainingJson = Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help=_JSON)]
+
+
+def uses_cpu(device: str | None) -> bool:
+    """Whether training must stay on the CPU. `Trainer` chooses the device, so no other can be asked for by name."""
+    import torch
+
+    if device not in (None, "cpu", getattr(torch.accelerator.current_accelerator(), "type", None)):
+        raise ValueError(
+            f"--device {device}: training uses the GPU if there is one, or cpu. Leave the option out, and choose GPUs "
+            "with CUDA_VISIBLE_DEVICES."
+        )
+    return device == "cpu"
+
+
+# --- an option for each field of a dataclass -----------------------------------------------------------------------
+
+
 def options(settings: type) -> Callable[[Callable], Callable]:
-    """Give a command an option for each field of a dataclass; the command receives the dataclass, filled in."""
+    """Give a command an option for each field of a dataclass, in place of its parameter of that type."""
 
     def decorate(command: Callable) -> Callable:
+        fields = dataclasses.fields(settings)
         hints = get_type_hints(settings)
-        fields = {field.name: field for field in dataclasses.fields(settings)}
         own = inspect.signature(command).parameters
-        options = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is dataclasses.MISSING else _listed(field.default),
-                annotation=Annotated[
-                    _LISTS.get(hints[field.name], hints[field.name]),
-                    typer.Option(help=field.metadata["help"], rich_help_panel=field.metadata["panel"]),
-                ],
-            )
-            for field in fields.values()
-        ]
+        (receiver,) = (name for name, parameter in own.items() if parameter.annotation is settings)
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            filled = {name: given.pop(name) for name in fields}
+        def run(**arguments: Any) -> None:
+            values = {field.name: arguments.pop(field.name) for field in fields}
+            values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
             try:
-                made = settings(**{n: tuple(v) if isinstance(v, list) else v for n, v in filled.items()})
+                filled = settings(**values)
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
-            command(made, **given)
+            command(**{receiver: filled}, **arguments)
 
-        rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in list(own.values())[1:]]
-        ordered = sorted([*options, *rest], key=lambda one: one.default is not inspect.Parameter.empty)
-        run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+        parameters = []
+        for name, parameter in own.items():
+            if name == receiver:
+                parameters += [_parameter(field, hints[field.name]) for field in fields]
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate
 
 
-# the command line has lists where settings have tuples
+# typer has lists where settings have tuples
 _LISTS: dict[Any, Any] = {
     tuple[float, ...]: list[float],
     tuple[int, ...] | None: list[int] | None,
     tuple[str, ...] | None: list[str] | None,
 }
+_METAVARS: dict[Any, str] = {
+    tuple[float, ...]: "<float>...",
+    tuple[int, ...] | None: "<int>...",
+    tuple[str, ...] | None: "<str>...",
+}
 
 
-def _listed(default: Any) -> Any:
-    return list(default) if isinstance(default, tuple) else default
+def _parameter(field: dataclasses.Field, hint: Any) -> inspect.Parameter:
+    """The parameter from which typer makes the option of a field."""
+    option = typer.Option(
+        help=field.metadata["help"],
+        rich_help_panel=field.metadata["panel"],
+        show_default=field.metadata.get("shown") or hint is not bool,  # the name of a flag says its default
+        metavar=_METAVARS.get(hint),
+    )
+    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+        annotation=Annotated[_LISTS.get(hint, hint), option],
+    )
+
+
+# --- help ----------------------------------------------------------------------------------------------------------
+
+
+class _CompactHelp:
+    """Shows each flag once: `--bf16`, and `--no-validation` where that changes the default. Both forms are accepted.
+
+    typer shows both in columns of their own and a type, which leaves no room for the help text in a narrow terminal.
+    The help text of a flag that is on by default describes its `--no-` form.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for option in self.get_params(ctx):  # type: ignore[attr-defined]
+            if getattr(option, "is_flag", False):
+                shown = option.secondary_opts if option.default is True and option.secondary_opts else option.opts
+                option.opts, option.secondary_opts, option.metavar = shown, [], ""
+        super().format_help(ctx, formatter)  # type: ignore[misc]
+
+
+class Command(_CompactHelp, TyperCommand):
+    pass
+
+
+class Group(_CompactHelp, TyperGroup):
+    pass
+
+
+# --- several values after one flag ---------------------------------------------------------------------------------
+
+
+WORDS = ("<str>...", "<path>...")  # metavars of options that take several words; all others take numbers
+
+
+def repeat_flags(arguments: list[str], command: Any) -> list[str]:
+    """Turn `--overlap 0 5 10` into `--overlap 0 --overlap 5 --overlap 10`, for options that take several values.
+
+    Args:
+        command: the command that the arguments are for, or the group of it: the first arguments then name it.
+    """
+    for name in arguments:
+        if not hasattr(command, "commands") or name not in command.commands:
+            break
+        command = command.commands[name]
+    is_value = {
+        name: _is_word if option.metavar in WORDS else _is_number
+        for option in command.params
+        if getattr(option, "multiple", False)
+        for name in option.opts
+    }
+    repeated: list[str] = []
+    flag = ""  # the option whose values are being read
+    for argument in arguments:
+        if flag and repeated[-1] != flag and is_value[flag](argument):
+            repeated.append(flag)
+        elif argument.startswith("-") and not _is_number(argument):
+            name = argument.partition("=")[0]
+            flag = name if name in is_value else ""
+        elif flag and not is_value[flag](argument) and repeated[-1] != flag:
+            flag = ""
+        repeated.append(argument)
+    return repeated
+
+
+def _is_word(text: str) -> bool:
+    return not text.startswith("-")
+
+
+def _is_number(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(text)
+        return True
+    return False

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where text comes from: `open_corpus` finds out what a source is and streams the documents of one split.
+"""Sources of text: `open_corpus` recognises what a source is and streams the documents of one split.
 
-A source is WikiText-103 or PG-19 (with the paper's cuts and subsets), the documentation of this Python, a folder or
-file of one's own, or any data set of the Hugging Face Hub. A corpus never holds more than one document. It knows
-nothing of tokens but how many of a document's first ones its protocol uses.
+A source is WikiText-103 or PG-19 (with the paper's subsets), the documentation of the running Python, a local folder or
+file, or a data set of the Hugging Face Hub. At most one document is in memory at a time.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from .texts import SPLITS, Corpus, Splits, Text
 logger = logging.getLogger(__name__)
 
 ALL = "all"  # every document of a source that has no splits of its own
-_VALIDATION = ("validation", "valid", "val", "dev")  # what the folder or file of that split may be called
+_VALIDATION = ("validation", "valid", "val", "dev")  # accepted names of the validation split
 _HUB_NAME = re.compile(r"(?P<path>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/\\]+))?")
 _ACCEPTED = (
     "wiki.{train,valid,test}.raw, folders train/ validation/ test/ of .txt files, .txt files, or "
@@ -31,185 +30,203 @@ _ACCEPTED = (
 )
 
 
-def open_corpus(source: str, split: str, *, text_field: str = "text", checksums: Path | None = None) -> Corpus:
-    """One split of a source.
+def open_corpus(source: str, split: str, *, text_field: str = "text", checksums: Path | str | None = None) -> Corpus:
+    """Open one split of a source.
 
     Args:
         source: what to read, recognised in this order:
 
             * ``wikitext-103`` (from the Hub), ``wikitext-103=FOLDER`` or a folder with ``wiki.*.raw``: its articles;
             * ``pg19`` (from the Hub) or ``pg19=FOLDER``: the paper's subset of its books;
-            * ``python-docs``: the documentation that this Python installation carries;
-            * a folder with ``train/``, ``validation/``, ``test/`` of .txt files, a document each;
-            * a folder with ``{train,validation,test}.jsonl``, or one .jsonl file: a JSON object a line;
-            * a folder with ``{train,validation,test}.txt`` and nothing else: one document each;
-            * a folder of .txt files, a document each;
+            * ``python-docs``: the documentation that comes with the running Python;
+            * a folder with ``train/``, ``validation/``, ``test/`` of .txt files, one document each;
+            * a folder with ``{train,validation,test}.jsonl``, or one .jsonl file: one JSON object per line;
+            * a folder with ``{train,validation,test}.txt`` and no other .txt files: one document each;
+            * a folder of .txt files, one document each;
             * one .txt file: one document;
             * a data set of the Hub: ``name``, ``owner/name`` or ``owner/name:config``.
-        split: "train", "validation" or "test". Sources without splits of their own are cut by a hash of the
+        split: "train", "validation" or "test". Sources without splits of their own are divided by a hash of the
             documents' names: 5 % validation, 5 % test, at least one document each; "all" is all of them.
         text_field: the field of JSON lines and Hub rows that holds the text.
-        checksums: a folder with ``{split}_bytes_sha256.tsv`` to check the books of PG-19 against.
+        checksums: a folder with ``{split}_bytes_sha256.tsv``, to verify the books of PG-19.
     """
-    splits = _splits(source, text_field, checksums)
-    found = _one_of(splits, _VALIDATION if split in _VALIDATION and split not in splits else (split,))
-    if found is None:
-        has = ", ".join(map(repr, (name for name in splits if name != ALL)))
-        raise ValueError(f"{source} has no split {split!r}, only {has}. Choose one of these with --split.")
-    return dataclasses.replace(splits[found](), source=source)
+    splits = _find_splits(source, text_field, None if checksums is None else Path(checksums))
+    name = _first_present(splits, _VALIDATION if split in _VALIDATION and split not in splits else (split,))
+    if name is None:
+        available = ", ".join(map(repr, (name for name in splits if name != ALL)))
+        raise ValueError(f"{source} has no split {split!r}, only {available}. Choose one of these with --split.")
+    return dataclasses.replace(splits[name](), source=source)
 
 
 def available_splits(source: str) -> tuple[str, ...]:
-    """The splits `open_corpus` can open, beside `ALL`."""
-    return tuple(name for name in _splits(source, "text", None) if name != ALL)
+    """Return the splits that `open_corpus` can open, except `ALL`."""
+    return tuple(name for name in _find_splits(source, "text", None) if name != ALL)
 
 
 def has_own_splits(source: str) -> bool:
-    """Whether what is for training is said by the source, and not decided here."""
-    return ALL not in _splits(source, "text", None)
+    """Whether the source itself has splits; otherwise `open_corpus` divides its documents."""
+    return ALL not in _find_splits(source, "text", None)
 
 
-def usual_split(source: str, usual: str) -> str:
-    """The split to read where none was asked for: the usual one, or all of a single text."""
+def default_split(source: str, preferred: str) -> str:
+    """Return the split to read if the user chose none: the preferred one, or `ALL` of a single .txt file."""
     path = Path(source).expanduser()
-    return ALL if path.suffix.lower() == ".txt" and path.is_file() else usual
+    return ALL if path.suffix.lower() == ".txt" and path.is_file() else preferred
 
 
-def _splits(source: str, field: str, checksums: Path | None) -> Splits:
+def _find_splits(source: str, field: str, checksums: Path | None) -> Splits:
     name, _, folder = source.partition("=")
     if checksums is not None and name != "pg19":
         raise ValueError(
             f"checksums={str(checksums)!r} are for pg19 and pg19=FOLDER, not for {source!r}: leave it out."
         )
     if name in ("wikitext-103", "pg19") and (folder or "=" not in source):
-        if not folder:
-            return paper_corpora.hub_wikitext() if name == "wikitext-103" else paper_corpora.hub_pg19(checksums)
-        path = Path(folder).expanduser()
-        if not path.is_dir():
-            raise ValueError(f"{source}: {path} is not a folder.")
-        found = paper_corpora.wikitext(path) if name == "wikitext-103" else paper_corpora.pg19(path, checksums)
-        if not found:
-            expected = (
-                "wiki.{train,valid,test}.raw" if name == "wikitext-103" else "train/ validation/ test/ of NUMBER.txt"
-            )
-            raise ValueError(f"{source}: {path} holds none of {expected}. Give the folder in which they lie.")
-        return found
+        return _paper_splits(source, name, folder, checksums)
     if source == PYTHON_DOCS:
         return python_docs.splits()
     path = Path(source).expanduser()
+    if path.exists():
+        return _local_splits(source, path, field)
+    match = _HUB_NAME.fullmatch(source)
+    if match is None or path.suffix.lower() in (".txt", ".jsonl", ".json", ".raw"):
+        raise ValueError(f"{source}: no such file or folder. Check the path; the current folder is {Path.cwd()}.")
+    return _hub_splits(match["path"], match["config"], field)
+
+
+def _paper_splits(source: str, name: str, folder: str, checksums: Path | None) -> Splits:
+    if not folder:
+        return paper_corpora.hub_wikitext() if name == "wikitext-103" else paper_corpora.hub_pg19(checksums)
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"{source}: {path} is not a folder.")
+    splits = paper_corpora.wikitext(path) if name == "wikitext-103" else paper_corpora.pg19(path, checksums)
+    if not splits:
+        expected = "wiki.{train,valid,test}.raw" if name == "wikitext-103" else "train/ validation/ test/ of NUMBER.txt"
+        raise ValueError(f"{source}: {path} contains none of {expected}. Give the folder that contains them.")
+    return splits
+
+
+# --- folders and files
+
+
+def _local_splits(source: str, path: Path, field: str) -> Splits:
     if path.is_dir():
-        found = (
+        splits = (
             paper_corpora.wikitext(path)
             or _split_folders(path)
             or _jsonl_folder(path, field)
             or _split_files(path)
             or _flat_folder(path)
         )
-        if not found:
+        if not splits:
             raise ValueError(f"{source}: there is no text in this folder. Accepted: {_ACCEPTED}.")
-        return found
+        return splits
     if path.suffix == ".jsonl" and path.is_file():
         return _jsonl_file(path, field)
     if path.suffix.lower() == ".txt" and path.is_file():
-        return {split: partial(_files, path.stem, split, path.parent, [path.name]) for split in ("train", ALL)}
-    if path.exists():
-        raise ValueError(
-            f"{source} is neither a folder nor a .txt or .jsonl file. Accepted: these, or a folder with {_ACCEPTED}."
-        )
-    match = _HUB_NAME.fullmatch(source)
-    if match is None or path.suffix.lower() in (".txt", ".jsonl", ".json", ".raw"):
-        raise ValueError(f"{source}: no such file or folder. Check the path, seen from {Path.cwd()}.")
-    return _hub(match["path"], match["config"], field)
+        return {split: partial(_text_corpus, path.stem, split, path.parent, [path.name]) for split in ("train", ALL)}
+    raise ValueError(
+        f"{source} is neither a folder nor a .txt or .jsonl file. Accepted: these, or a folder with {_ACCEPTED}."
+    )
 
 
-# --- folders and files
-
-
-def _files(name: str, split: str, root: Path, files: list[str]) -> Corpus:
+def _text_corpus(name: str, split: str, root: Path, files: list[str]) -> Corpus:
+    """Return a corpus of text files, one document each."""
     return Corpus(
         name,
         split,
-        lambda: (Text(file, texts.read(root / file)) for file in files),
-        partial(texts.digest, root, files),
-        sum(texts.size(root / file) for file in files),
+        lambda: (Text(file, texts.read_text(root / file)) for file in files),
+        partial(texts.digest_files, root, files),
+        sum(texts.file_size(root / file) for file in files),
     )
 
 
 def _split_folders(folder: Path) -> Splits:
-    found = {}
+    """Return the splits of a folder with a sub-folder per split."""
+    folders = {}
     for split in SPLITS:
-        present = [name for name in _names(split) if (folder / name).is_dir() and texts.text_files(folder / name)]
+        present = [
+            name for name in _split_names(split) if (folder / name).is_dir() and texts.list_text_files(folder / name)
+        ]
         if len(present) > 1:
             raise ValueError(
                 f"{folder}: both {present[0]}/ and {present[1]}/ hold the validation split. Keep one of them."
             )
         if present:
-            found[split] = present[0]
-    if found and (loose := sum(path.suffix.lower() == ".txt" for path in folder.iterdir())):
+            folders[split] = present[0]
+    if folders and (loose := sum(path.suffix.lower() == ".txt" for path in folder.iterdir())):
         logger.warning(
-            "%s: %d .txt files beside the folders %s/ belong to no split.", folder, loose, "/ ".join(found.values())
+            "%s: %d .txt files beside the folders %s/ belong to no split.", folder, loose, "/ ".join(folders.values())
         )
 
     def corpus(split: str) -> Corpus:
-        files = [f"{found[split]}/{file}" for file in texts.text_files(folder / found[split])]
-        return _files(_short(folder), split, folder, files)
+        files = [f"{folders[split]}/{file}" for file in texts.list_text_files(folder / folders[split])]
+        return _text_corpus(_folder_name(folder), split, folder, files)
 
-    return {split: partial(corpus, split) for split in found}
+    return {split: partial(corpus, split) for split in folders}
 
 
 def _split_files(folder: Path) -> Splits:
-    """Files that are called as splits are, where there are no others."""
-    present = texts.text_files(folder)
-    found = _by_split(present, ".txt")
-    if len(found) < 2 or len(found) < len(present):
+    """Return the splits of a folder with a .txt file per split and no other .txt files."""
+    present = texts.list_text_files(folder)
+    files = _match_splits(present, ".txt")
+    if len(files) < 2 or len(files) < len(present):
         return {}
-    return {split: partial(_files, _short(folder), split, folder, [file]) for split, file in found.items()}
+    return {split: partial(_text_corpus, _folder_name(folder), split, folder, [file]) for split, file in files.items()}
 
 
 def _flat_folder(folder: Path) -> Splits:
-    files = texts.text_files(folder)
-    parts = _cut(files, len(files))
+    files = texts.list_text_files(folder)
     return {
-        split: partial(_files, _short(folder), split, folder, [file for i, file in enumerate(files) if belongs(i)])
-        for split, belongs in parts.items()
+        split: partial(
+            _text_corpus, _folder_name(folder), split, folder, [file for i, file in enumerate(files) if belongs(i)]
+        )
+        for split, belongs in _hash_splits(files, len(files)).items()
     }
 
 
 def _jsonl_folder(folder: Path, field: str) -> Splits:
     def corpus(split: str, file: str) -> Corpus:
-        digest = partial(texts.digest, folder, [file], field)
-        return Corpus(
-            _short(folder), split, lambda: texts.json_lines(folder / file, field), digest, texts.size(folder / file)
-        )
+        path = folder / file
+        digest = partial(texts.digest_files, folder, [file], field)
+        read = partial(texts.read_json_lines, path, field)
+        return Corpus(_folder_name(folder), split, read, digest, texts.file_size(path))
 
     present = {path.name for path in folder.glob("*.jsonl")}
-    return {split: partial(corpus, split, file) for split, file in _by_split(present, ".jsonl").items()}
+    return {split: partial(corpus, split, file) for split, file in _match_splits(present, ".jsonl").items()}
 
 
 def _jsonl_file(path: Path, field: str) -> Splits:
-    numbers = array("q", (number for number, line in enumerate(texts.lines(path), 1) if line.strip()))
+    numbers = array("q", (number for number, line in enumerate(texts.read_lines(path), 1) if line.strip()))
     if not numbers:
         raise ValueError(f"{path} is empty: there is no document in it.")
 
     def corpus(split: str, belongs: Callable[[int], bool]) -> Corpus:
-        digest = partial(texts.digest, path.parent, [path.name], field, split)
-        return Corpus(path.stem, split, lambda: texts.json_lines(path, field, belongs), digest, texts.size(path))
+        digest = partial(texts.digest_files, path.parent, [path.name], field, split)
+        read = partial(texts.read_json_lines, path, field, belongs)
+        return Corpus(path.stem, split, read, digest, texts.file_size(path))
 
-    parts = _cut((f"line-{number}" for number in numbers), len(numbers), numbers)
-    return {split: partial(corpus, split, belongs) for split, belongs in parts.items()}
+    splits = _hash_splits((f"line-{number}" for number in numbers), len(numbers), numbers)
+    return {split: partial(corpus, split, belongs) for split, belongs in splits.items()}
 
 
-def _cut(names: Iterable[str], count: int, ids: Sequence[int] | None = None) -> dict[str, Callable[[int], bool]]:
-    """The fixed rule for sources without splits: for each split, whether it has a document, by index (or id)."""
+def _hash_splits(
+    names: Iterable[str], count: int, ids: Sequence[int] | None = None
+) -> dict[str, Callable[[int], bool]]:
+    """Divide documents by a hash of their names: return, for each split, whether a document belongs to it.
+
+    Args:
+        ids: the documents' ids, by which it is then asked; by default, their indices.
+    """
     if count < 3:
         return {split: lambda i: True for split in ("train", ALL)} if count else {}
     ids = range(count) if ids is None else ids
-    part = max(1, count // 20)
-    ranked = heapq.nsmallest(
-        2 * part,
+    size = max(1, count // 20)
+    smallest = heapq.nsmallest(
+        2 * size,
         ((blake2b(name.encode("utf-8", "surrogateescape")).digest(), i) for name, i in zip(names, ids, strict=True)),
     )
-    validation, test = ({i for _, i in some} for some in (ranked[:part], ranked[part:]))
+    validation, test = ({i for _, i in part} for part in (smallest[:size], smallest[size:]))
     return {
         "train": lambda i: i not in validation and i not in test,
         "validation": validation.__contains__,
@@ -218,32 +235,32 @@ def _cut(names: Iterable[str], count: int, ids: Sequence[int] | None = None) -> 
     }
 
 
-def _by_split(present: Container[str], ending: str) -> dict[str, str]:
-    """The files of each split, by their names."""
-    files = {split: _one_of(present, [f"{name}{ending}" for name in _names(split)]) for split in SPLITS}
+def _match_splits(present: Container[str], suffix: str) -> dict[str, str]:
+    """Return the file of each split, by its name."""
+    files = {split: _first_present(present, [f"{name}{suffix}" for name in _split_names(split)]) for split in SPLITS}
     return {split: file for split, file in files.items() if file}
 
 
-def _names(split: str) -> tuple[str, ...]:
+def _split_names(split: str) -> tuple[str, ...]:
     return _VALIDATION if split == "validation" else (split,)
 
 
-def _one_of(present: Container[str], names: Iterable[str]) -> str | None:
+def _first_present(present: Container[str], names: Iterable[str]) -> str | None:
     return next((name for name in names if name in present), None)
 
 
-def _short(path: Path) -> str:
+def _folder_name(path: Path) -> str:
     return path.resolve().name
 
 
 # --- other data sets of the Hub
 
 
-def _hub(path: str, config: str | None, field: str) -> Splits:
+def _hub_splits(path: str, config: str | None, field: str) -> Splits:
     def corpus(split: str) -> Corpus:
-        rows = hub.load(path, config, split, field)
+        rows = hub.load_rows(path, config, split, field)
         name = f"{path}:{config}" if config else path
-        digest = partial(hub.digest, rows, path, config, split, field)
-        return Corpus(name, split, lambda: hub.documents(path, rows, field), digest, hub.size(rows, split))
+        digest = partial(hub.digest_rows, rows, path, config, split, field)
+        return Corpus(name, split, partial(hub.read_texts, path, rows, field), digest, hub.size_in_bytes(rows, split))
 
     return {split: partial(corpus, split) for split in hub.split_names(path, config)}

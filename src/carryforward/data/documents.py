@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token documents: tokenised once, kept in a cache folder, read through a memory map.
+"""Token documents: a corpus is tokenised once, stored in a cache folder and read through a memory map.
 
-`tokenise` streams a corpus through a tokenizer into a folder named by everything that decides its content, so an entry
-is never out of date, only unused. A folder appears whole or not at all. Beside its tokens a document has the words,
-bytes and line ends of exactly the text these tokens stand for, which perplexities are divided by. Windows and batches
-are cut elsewhere.
+The name of a cache entry is a digest of everything its content depends on, so an entry is never out of date. Besides
+its tokens, a document has the counts of words, bytes and line ends of exactly the text that its tokens cover:
+perplexity per word and bits per byte are computed from them.
 """
 
 import errno
@@ -15,34 +14,36 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
-from ..utils.progress import Progress, bar
-from . import cache as cache_folders
+from ..utils.progress import ProgressBar, ProgressCallback
+from .cache import cache_root, open_or_create
+from .corpora import open_corpus
 from .texts import Corpus, Text
 from .tokenization import Encoded, Encoder, dtype_for
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # of the cache; another number leaves old entries unused
-_BATCH = 500_000  # characters that a thread gets at once: many short texts, or a book
-_AHEAD = 1_000_000  # characters read ahead for each thread but one, so that others have work beside a long book
+_FORMAT = 1  # version of the cache's format; entries of other versions are not used
+_BATCH = 500_000  # characters that a thread tokenises at once: many short texts, or a book
+_AHEAD = 1_000_000  # characters read ahead for each thread but one, so that no thread waits for a long book
 _COUNTS = ("lengths", "words", "bytes", "line_ends")
 
 
 class Documents(Sequence[np.ndarray]):
-    """Documents as arrays of token ids, which are views of one array or file.
+    """A sequence of documents, each an array of token ids that is a view of one array or memory-mapped file.
 
     Attributes:
         lengths, words, bytes, line_ends: tokens, `len(text.split())`, UTF-8 bytes and "\\n" of each document (int64).
         names: the documents' names in their corpus.
         name, split: the corpus and its split.
-        key: the name of the cache entry; empty for documents made in memory.
-        max_tokens: how many of each document's first tokens were used; None where all were.
+        key: the name of the cache entry; empty for documents created in memory.
+        max_tokens: the limit to which documents were truncated; None if there was none.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class Documents(Sequence[np.ndarray]):
         cls, token_lists: Iterable[Sequence[int]], *, words: Sequence[int] | None = None,
         bytes: Sequence[int] | None = None, line_ends: Sequence[int] | None = None, names: Sequence[str] | None = None,
     ) -> "Documents":  # fmt: skip
-        """Documents made in memory; counts that are not given are 0, names are numbers."""
+        """Create documents in memory. By default, counts are 0 and names are numbers."""
         arrays = [np.asarray(tokens, dtype=np.int64).reshape(-1) for tokens in token_lists]
-        given = {"words": words, "bytes": bytes, "line_ends": line_ends, "names": names}
-        for argument, values in given.items():
+        columns = {"words": words, "bytes": bytes, "line_ends": line_ends, "names": names}
+        for argument, values in columns.items():
             if values is not None and len(values) != len(arrays):
                 raise ValueError(f"{argument} has {len(values)} entries for {len(arrays)} documents: give one each.")
         tokens = np.concatenate([np.empty(0, np.int64), *arrays])
@@ -70,7 +71,7 @@ class Documents(Sequence[np.ndarray]):
             raise ValueError(f"token_lists holds {tokens.min()} to {tokens.max()}: token ids are 0 to 2**32 - 1.")
         counts = {
             count: np.asarray(values if values is not None else [0] * len(arrays), dtype=np.int64)
-            for count, values in [("lengths", [len(a) for a in arrays]), *given.items()]
+            for count, values in [("lengths", [len(a) for a in arrays]), *columns.items()]
             if count != "names"
         }
         return cls(
@@ -79,7 +80,7 @@ class Documents(Sequence[np.ndarray]):
         )  # fmt: skip
 
     def about(self) -> dict[str, Any]:
-        """As every result says what it was measured on."""
+        """Return a description of the data, as results record it."""
         return {
             "name": self.name,
             "split": self.split,
@@ -102,11 +103,11 @@ class Documents(Sequence[np.ndarray]):
     def __getitem__(self, index: int | slice) -> "np.ndarray | Documents":
         if isinstance(index, slice):
             return self.select(range(*index.indices(len(self))))
-        start = self._starts[index]  # an IndexError is what iteration stops at
+        start = self._starts[index]  # raises the IndexError that ends iteration
         return self._tokens[start : start + self.lengths[index]]
 
     def select(self, indices: Sequence[int]) -> "Documents":
-        """Some of the documents, in the order given; no token is copied."""
+        """Return the documents with these indices, in this order, without copying tokens."""
         chosen = np.asarray(indices, dtype=np.int64).reshape(-1)
         counts = {count: getattr(self, count)[chosen] for count in _COUNTS}
         key = self.key and blake2b(self.key.encode() + chosen.tobytes(), digest_size=16).hexdigest()
@@ -117,19 +118,37 @@ class Documents(Sequence[np.ndarray]):
         )  # fmt: skip
 
 
-def tokenise(
-    corpus: Corpus, tokenizer: Any, *, cache: Path | None = None, max_tokens: int | None = None, bos: bool = False,
-    progress: Progress | None = None,
+def load_documents(
+    source: str, split: str, tokenizer: Any, *, text_field: str = "text", checksums: Path | str | None = None,
+    max_tokens: int | None = None, require_targets: bool = False,
 ) -> Documents:  # fmt: skip
-    """The documents of a corpus as tokens, from the cache or into it.
+    """Open a corpus and tokenise it: `open_corpus` and `tokenise` in one call.
 
     Args:
-        corpus: what `open_corpus` gives.
-        tokenizer: a Hugging Face tokenizer, fast or slow; it is left as it is.
-        cache: where tokens are kept; else `$CARRYFORWARD_CACHE`, else `carryforward` in the user's cache folder.
-        max_tokens: use only so many of each document's first tokens; else the corpus's own rule.
-        bos: put the tokenizer's BOS token in front of each document, on top of `max_tokens`.
-        progress: called with the bytes of text done and to do; None shows a bar if there is a terminal.
+        source, split, text_field, checksums: as of `open_corpus`.
+        tokenizer, max_tokens: as of `tokenise`.
+        require_targets: raise a ValueError if no document has a second token, which would be the first to predict.
+    """
+    corpus = open_corpus(source, split, text_field=text_field, checksums=checksums)
+    documents = tokenise(corpus, tokenizer, max_tokens=max_tokens)
+    if require_targets and not (documents.lengths > 1).any():
+        raise ValueError(f"{source}, split {split!r}: no document has a second token to predict. Use longer documents.")
+    return documents
+
+
+def tokenise(
+    corpus: Corpus, tokenizer: Any, *, cache: Path | None = None, max_tokens: int | None = None, bos: bool = False,
+    progress: ProgressCallback | None = None,
+) -> Documents:  # fmt: skip
+    """Tokenise a corpus, or load its tokens from the cache.
+
+    Args:
+        corpus: a corpus from `open_corpus`.
+        tokenizer: a Hugging Face tokenizer, fast or slow. It is not changed.
+        cache: the cache folder; by default `$CARRYFORWARD_CACHE`, or `carryforward` in the user's cache folder.
+        max_tokens: truncate documents to so many tokens; by default, the corpus decides.
+        bos: start each document with the tokenizer's BOS token, which does not count towards `max_tokens`.
+        progress: called with the bytes of text done and in all; by default, a bar is shown on a terminal.
     """
     max_tokens = corpus.max_tokens if max_tokens is None else max_tokens
     if max_tokens is not None and max_tokens < 1:
@@ -139,41 +158,39 @@ def tokenise(
     encoder = Encoder(tokenizer, max_tokens, tokenizer.bos_token_id if bos else None)
     identity = (_FORMAT, encoder.identity, corpus.fingerprint(), corpus.name, corpus.split, max_tokens, bos)
     key = blake2b(repr(identity).encode(), digest_size=16).hexdigest()
-    folder = cache_folders.root(cache) / key
-    found = _open(folder)
-    if found is None:
-        told = f"tokenising {corpus.name} ({corpus.split})"
-        with cache_folders.beside(folder) as beside, bar(progress, told, after=1) as report:
-            meta = {"format": _FORMAT, "key": key, "name": corpus.name, "split": corpus.split, "max_tokens": max_tokens}
-            _write(beside, corpus, encoder, meta, report)
-            found = cache_folders.put(beside, folder, _open)
-    return found
+    meta = {"format": _FORMAT, "key": key, "name": corpus.name, "split": corpus.split, "max_tokens": max_tokens}
+    write = partial(_write_entry, corpus=corpus, encoder=encoder, meta=meta, progress=progress)
+    return open_or_create(cache_root(cache) / key, _open_entry, write)
 
 
-def _write(folder: Path, corpus: Corpus, encoder: Encoder, meta: dict[str, Any], report: Progress) -> None:
-    """Stream the corpus into `folder`."""
+def _write_entry(
+    folder: Path, corpus: Corpus, encoder: Encoder, meta: dict[str, Any], progress: ProgressCallback | None
+) -> None:
+    """Tokenise the corpus into `folder`, one batch of texts at a time."""
     names: list[str] = []
     columns: dict[str, list[int]] = {count: [] for count in _COUNTS}
-    done = left_out = 0
+    done = skipped = 0
+    label = f"{corpus.name} ({corpus.split})"
+    bar = ProgressBar(f"tokenising {label}", corpus.size, "bytes", library=True, callback=progress)
     try:
-        with (folder / "tokens.bin").open("wb") as file, closing(_encoded(corpus, encoder)) as batches:
+        with bar, (folder / "tokens.bin").open("wb") as file, closing(_encode(corpus, encoder)) as batches:
             for batch in batches:
                 for text, encoded in batch:
                     done += len(text.text.encode())
                     if not len(encoded.ids):
-                        left_out += 1
+                        skipped += 1
                         continue
-                    file.write(encoded.ids.tobytes())  # not `tofile`, whose errors do not say that the disk is full
+                    file.write(encoded.ids.tobytes())  # not `tofile`: its errors do not tell that the disk is full
                     names.append(text.name)
                     columns["lengths"].append(len(encoded.ids))
                     for count in _COUNTS[1:]:
                         columns[count].append(getattr(encoded, count))
-                report(done, corpus.size)
+                bar.update(done)
         index: dict[str, Any] = {count: np.array(values, np.int64) for count, values in columns.items()}
         np.savez(folder / "index.npz", **index)
         (folder / "names.json").write_text(json.dumps(names), encoding="utf-8")
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        meta |= {"documents": len(names), "tokens": sum(columns["lengths"]), "left_out": left_out}
+        meta |= {"documents": len(names), "tokens": sum(columns["lengths"]), "left_out": skipped}
         meta |= {"dtype": encoder.dtype.name, "sizes": sizes}
         (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     except OSError as error:
@@ -181,43 +198,43 @@ def _write(folder: Path, corpus: Corpus, encoder: Encoder, meta: dict[str, Any],
             raise
         written = sum(columns["lengths"]) * encoder.dtype.itemsize
         share = min(1.0, done / corpus.size) if corpus.size else 0
-        needed = f"about {max(written / share / 1e6, 1):,.0f} MB" if written and share else "more than there is"
+        needed = f"about {max(written / share / 1e6, 1):,.0f} MB" if written and share else "more than is free"
         raise OSError(
-            f"The disk is full: the tokens of {corpus.name} ({corpus.split}) need {needed} in {folder.parent}. Free "
-            "some space, or set CARRYFORWARD_CACHE to a folder on another disk."
+            f"The disk is full: the tokens of {label} need {needed} in {folder.parent}. Free some space, or set "
+            "CARRYFORWARD_CACHE to a folder on another disk."
         ) from error
-    if left_out:
-        logger.info("%s (%s): %d documents have no tokens and are left out.", corpus.name, corpus.split, left_out)
+    if skipped:
+        logger.info("%s: %d documents have no tokens and are skipped.", label, skipped)
     if not names:
         raise ValueError(f"{corpus.source or corpus.name}, split {corpus.split!r}: no document has a token.")
 
 
-def _encoded(corpus: Iterable[Text], encoder: Encoder) -> Generator[list[tuple[Text, Encoded]], None, None]:
-    """Batches with their tokens, in order, by several threads: one batch has too few long texts for all cores, and
-    would leave them idle until its longest is done. At once there are `_AHEAD` characters a thread and a batch more,
-    at some 100 bytes each in all: 3 GB with 16 cores."""
+def _encode(corpus: Iterable[Text], encoder: Encoder) -> Generator[list[tuple[Text, Encoded]], None, None]:
+    """Yield batches of texts with their tokens, in order. Several threads work on several batches: within one batch,
+    cores would wait for its longest text. `_AHEAD` characters per thread plus one batch are in memory, at some 100
+    bytes per character: 3 GB with 16 cores."""
 
     def encode(batch: list[Text]) -> list[tuple[Text, Encoded]]:
         return list(zip(batch, encoder.encode([text.text for text in batch]), strict=True))
 
     pool = ThreadPoolExecutor(encoder.threads)
-    begun, characters = deque[tuple[int, Future[list[tuple[Text, Encoded]]]]](), 0
+    pending, characters = deque[tuple[int, Future[list[tuple[Text, Encoded]]]]](), 0
     try:
         for batch, size in _batches(corpus):
-            begun.append((size, pool.submit(encode, batch)))
+            pending.append((size, pool.submit(encode, batch)))
             characters += size
             while characters > _AHEAD * (encoder.threads - 1):
-                size, made = begun.popleft()
+                size, future = pending.popleft()
                 characters -= size
-                yield made.result()
-        while begun:
-            yield begun.popleft()[1].result()
+                yield future.result()
+        while pending:
+            yield pending.popleft()[1].result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _batches(corpus: Iterable[Text]) -> Iterator[tuple[list[Text], int]]:
-    """Texts together as long as they are few characters, and how many these are."""
+    """Yield batches of at least `_BATCH` characters (the last one may be smaller), and their number of characters."""
     batch, characters = list[Text](), 0
     for text in corpus:
         batch.append(text)
@@ -229,23 +246,23 @@ def _batches(corpus: Iterable[Text]) -> Iterator[tuple[list[Text], int]]:
         yield batch, characters
 
 
-def _open(folder: Path) -> Documents | None:
-    """The entry in a folder, or None if there is none or it is damaged."""
+def _open_entry(folder: Path) -> Documents | None:
+    """Return the documents in a cache folder, or None if it does not exist or is damaged."""
     if not folder.is_dir():
         return None
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         for file, size in meta["sizes"].items():
             if (folder / file).stat().st_size != size:
-                raise ValueError(f"{file} has another size than was written")
+                raise ValueError(f"{file} does not have the size that was written")
         with np.load(folder / "index.npz") as index:
             counts = {count: index[count] for count in _COUNTS}
         names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["tokens"],))
         if not meta["documents"] == len(names) == len(counts["lengths"]) or counts["lengths"].sum() != len(tokens):
-            raise ValueError("its files do not fit each other")
+            raise ValueError("its files do not match")
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        logger.warning("%s is damaged (%s) and is made again.", folder, error)
+        logger.warning("%s is damaged (%s) and is created again.", folder, error)
         return None
     starts = _starts(counts["lengths"])
     about = {name: meta[name] for name in ("name", "split", "key", "max_tokens")}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in corpus `python-docs`: the documentation that every Python installation carries, read from there.
+"""The corpus `python-docs`: the documentation that comes with every Python installation.
 
-The language reference is that of `help()`; the standard library's docstrings make one document a module. Modules are
-parsed, never imported. Other versions of Python have other text, so figures name the version.
+It consists of the language reference, as shown by `help()`, and of the docstrings of the standard library, one document
+per module. Modules are parsed, not imported. The text depends on the version of Python, which results record.
 """
 
 import ast
@@ -15,16 +15,16 @@ from pathlib import Path
 
 from .texts import SPLITS, Corpus, Splits, Text
 
-_LEAST = 200  # words of a document
-_RUN = 13  # words: as many in the same order are a quotation, not chance
-_QUOTED = 0.2  # of a document found in longer ones: it would leak from one split to another
-# tests, programs, copies of other projects' packages, and what belongs to one platform's building
-_OTHERS = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "ensurepip", "site-packages",
-           "dist-packages", "__pycache__"}  # fmt: skip
+_MIN_WORDS = 200  # of a document
+_NGRAM = 13  # words; two documents share so many in a row only if one quotes the other
+_MAX_SHARED = 0.2  # share of a document's n-grams found in longer ones; more would leak text between splits
+# tests, programs, packages of other projects, and files for building on one platform
+_EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "ensurepip", "site-packages",
+             "dist-packages", "__pycache__"}  # fmt: skip
 
 
 def splits() -> Splits:
-    """Four fifths for training, a tenth each for validation and test, by a hash of a document's name."""
+    """Return the splits: 80 % train, 10 % validation, 10 % test, by a hash of the documents' names."""
     return {split: partial(_corpus, split) for split in SPLITS}
 
 
@@ -40,16 +40,16 @@ def _split(name: str) -> str:
 
 @functools.cache
 def documents() -> tuple[Text, ...]:
-    """All documents by name. Several topics contain others whole: of what stands twice, the longer is kept."""
+    """Return all documents, sorted by name. Some topics contain others; of duplicates, the longer one is used."""
     seen: set[tuple[str, ...]] = set()
-    kept = []
+    unique = []
     for text in sorted([*_topics(), *_modules()], key=lambda text: (-len(text.text), text.name)):
         words = text.text.split()
-        runs = [tuple(words[i : i + _RUN]) for i in range(len(words) - _RUN + 1)]
-        if len(words) >= _LEAST and sum(run in seen for run in runs) <= _QUOTED * len(runs):
-            seen.update(runs)
-            kept.append(text)
-    return tuple(sorted(kept, key=lambda text: text.name))
+        ngrams = [tuple(words[i : i + _NGRAM]) for i in range(len(words) - _NGRAM + 1)]
+        if len(words) >= _MIN_WORDS and sum(ngram in seen for ngram in ngrams) <= _MAX_SHARED * len(ngrams):
+            seen.update(ngrams)
+            unique.append(text)
+    return tuple(sorted(unique, key=lambda text: text.name))
 
 
 def _topics() -> Iterator[Text]:
@@ -63,24 +63,24 @@ def _modules() -> Iterator[Text]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).with_suffix("").parts
-        if not _OTHERS.isdisjoint(parts):
+        if not _EXCLUDED.isdisjoint(parts):
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):  # an installation may hold templates and other versions' files
+        except (SyntaxError, ValueError):  # templates, or files for other versions of Python
             continue
         docstrings = "\n\n".join(_docstrings(tree, ""))
         yield Text(f"library/{'.'.join(parts).removesuffix('.__init__')}", docstrings + "\n")
 
 
-def _docstrings(node: ast.Module | ast.ClassDef, within: str) -> Iterator[str]:
-    """Of a module and what it defines, in the order of the source, each under its name."""
-    if isinstance(node, ast.Module) and (own := ast.get_docstring(node)):
-        yield own
+def _docstrings(node: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
+    """Yield the docstrings of a module and its definitions in source order, each after its name."""
+    if isinstance(node, ast.Module) and (docstring := ast.get_docstring(node)):
+        yield docstring
     for child in node.body:
         if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        if own := ast.get_docstring(child):
-            yield f"{within}{child.name}\n\n{own}"
+        if docstring := ast.get_docstring(child):
+            yield f"{prefix}{child.name}\n\n{docstring}"
         if isinstance(child, ast.ClassDef):
-            yield from _docstrings(child, f"{within}{child.name}.")
+            yield from _docstrings(child, f"{prefix}{child.name}.")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts and how files become texts: exact decoding, JSON lines, the articles of WikiText, the digest of files.
+"""Reading texts from files: UTF-8, JSON lines, the articles of WikiText; and `Corpus`, a stream of texts.
 
-A text is exactly its file's bytes, decoded: line ends are not translated, only a byte order mark is dropped, so that
-bytes, words and line ends can be counted on it. A `Corpus` streams texts and holds one at a time. Which files make
-up a corpus is not decided here, and nothing here knows of tokens.
+A text is exactly its file's bytes, decoded: line ends are not translated and only a byte order mark is removed, so that
+counts of bytes, words and line ends are exact.
 """
 
 import json
@@ -16,14 +15,14 @@ from hashlib import blake2b
 from itertools import chain, pairwise
 from pathlib import Path
 
-_TITLE = re.compile(r"= (?!=)(.+)(?<!=) =")  # one "=" on each side; a title may have others inside
+_TITLE = re.compile(r"= (?!=)(.+)(?<!=) =")  # one "=" on each side; the title may contain others
 SPLITS = ("train", "validation", "test")
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One document, before it is tokens."""
+    """One document as text."""
 
     name: str
     text: str
@@ -31,16 +30,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Corpus:
-    """One split of a source, to be read as often as needed.
+    """A stream of the documents of one split, which can be iterated several times.
 
     Attributes:
         name: a short name, for results.
-        split: "train", "validation" or "test" (or what a Hub data set calls it).
-        fingerprint: gives a digest of everything that is read: other content, other fingerprint.
-        size: bytes of the files or rows that are read, for a progress bar: near the bytes of all texts, or None if
-            that cannot be known without reading them.
-        max_tokens: how many of each document's first tokens the corpus's protocol uses; None for all.
-        source: what `open_corpus` was asked for, for messages.
+        split: "train", "validation" or "test" (or the name in a Hub data set).
+        texts: returns an iterator over the documents.
+        fingerprint: returns a digest of the content.
+        size: bytes of the files or rows, for a progress bar: about the bytes of all texts, or None if it is unknown.
+        max_tokens: truncate documents to so many tokens, as the corpus's protocol requires; None for no limit.
+        source: the `source` that was given to `open_corpus`, for messages.
     """
 
     name: str
@@ -59,69 +58,72 @@ class Corpus:
         if blank:
             raise ValueError(
                 f"{self.source or self.name}, split {self.split!r}: every document is empty or only white space. "
-                "Give a source with text in it."
+                "Give a source that contains text."
             )
 
 
-Splits = dict[str, Callable[[], Corpus]]  # what a source has; a split is opened only when it is called for
+Splits = dict[str, Callable[[], Corpus]]  # functions that open the splits of a source
 
 
 def read_bytes(path: Path) -> bytes:
+    """Return the content of a file."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
-def size(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """Return the size of a file in bytes."""
     try:
         return path.stat().st_size
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
-def decode(raw: bytes, path: Path | str, offset: int = 0) -> str:
-    """Bytes that start at `offset` of a file, as UTF-8."""
+def decode_utf8(raw: bytes, path: Path | str, offset: int = 0) -> str:
+    """Decode bytes that start at `offset` of the file `path`; a byte order mark at its start is removed."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         utf16 = offset == 0 and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-        kind, encoding = ("; it looks like UTF-16", "UTF-16") if utf16 else ("", "ENCODING")
+        guess, encoding = ("; it looks like UTF-16", "UTF-16") if utf16 else ("", "ENCODING")
         raise ValueError(
-            f"{path} is not UTF-8 (byte 0x{raw[error.start]:02x} at offset {offset + error.start}){kind}. Convert it: "
+            f"{path} is not UTF-8 (byte 0x{raw[error.start]:02x} at offset {offset + error.start}){guess}. Convert it: "
             f"iconv -f {encoding} -t UTF-8 OLD > NEW"
         ) from error
     return text.removeprefix("\ufeff") if offset == 0 else text
 
 
-def read(path: Path) -> str:
-    """The whole file as one text."""
-    return decode(read_bytes(path), path)
+def read_text(path: Path) -> str:
+    """Return the text of a whole file."""
+    return decode_utf8(read_bytes(path), path)
 
 
-def read_source(source: str | Path) -> tuple[str, str]:
-    """What to call a text that the command line names, and the text: a file, or - for standard input."""
+def read_file_or_stdin(source: str | Path) -> tuple[str, str]:
+    """Return a name for a text and the text itself, from a file or, for "-", from standard input."""
     if str(source) == "-":
-        return "standard input", decode(sys.stdin.buffer.read(), "standard input")
-    return Path(source).name, read(Path(source))
+        return "standard input", decode_utf8(sys.stdin.buffer.read(), "standard input")
+    return Path(source).name, read_text(Path(source))
 
 
-def lines(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends. Only a line feed ends a line."""
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file with their line ends. Only a line feed ends a line."""
     offset = 0
     try:
         with path.open("rb") as file:
             for raw in file:
-                yield decode(raw, path, offset)
+                yield decode_utf8(raw, path, offset)
                 offset += len(raw)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
-def json_lines(path: Path, field: str, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[Text]:
-    """One JSON object a line. Lines are counted from 1; blank lines and those not `wanted` are passed over."""
-    for number, line in enumerate(lines(path), 1):
-        if not line.strip() or not wanted(number):
+def read_json_lines(path: Path, field: str, belongs: Callable[[int], bool] = lambda number: True) -> Iterator[Text]:
+    """Yield the text of each JSON object, one per line. Blank lines are skipped, and those whose number, counted from
+    1, does not `belong`."""
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip() or not belongs(number):
             continue
         where = f"{path}, line {number}"
         try:
@@ -130,11 +132,11 @@ def json_lines(path: Path, field: str, wanted: Callable[[int], bool] = lambda nu
             raise ValueError(f"{where} is not valid JSON ({error}). Put one object on each line.") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where} is not a JSON object but {type(row).__name__}. Put one object on each line.")
-        yield Text(f"line-{number}", text_of(row, field, where))
+        yield Text(f"line-{number}", get_text(row, field, where))
 
 
-def text_of(row: dict, field: str, where: str) -> str:
-    """The text of a row, if it has one that can be written as UTF-8."""
+def get_text(row: dict, field: str, where: str) -> str:
+    """Return the text of a row; raise a ValueError if there is none, or if it cannot be encoded as UTF-8."""
     if field not in row:
         raise ValueError(f"{where} has no field {field!r}: set text_field to one of {', '.join(map(repr, row))}.")
     text = row[field]
@@ -143,63 +145,64 @@ def text_of(row: dict, field: str, where: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: half a surrogate pair at character {error.start} of {field!r}; mend it.") from error
+        raise ValueError(f"{where}: half a surrogate pair at character {error.start} of {field!r}; fix it.") from error
     return text
 
 
-def articles(lines: Iterable[str]) -> Iterator[Text]:
-    """Cut WikiText into articles: one starts at a ` = Title = ` between blank lines. No character is lost.
+def split_articles(lines: Iterable[str]) -> Iterator[Text]:
+    """Split WikiText into articles; one starts at a ` = Title = ` between blank lines. No character is lost.
 
-    >>> [a.name for a in articles([" = A = \\n", " \\n", " a \\n", " \\n", " = = B = = \\n", " \\n", " = C = \\n"])]
+    >>> lines = [" = A = \\n", " \\n", " a \\n", " \\n", " = = B = = \\n", " \\n", " = C = \\n"]
+    >>> [article.name for article in split_articles(lines)]
     ['A', 'C']
     """
-    name, held, before = "untitled", list[str](), ""
+    name, article, before = "untitled", list[str](), ""
     for line, after in pairwise(chain(lines, [""])):
         title = _TITLE.fullmatch(line.strip())
         if title and not before.strip() and not after.strip():
-            if any(map(str.strip, held)):  # blank lines before the first title belong to its article
-                yield Text(name, "".join(held))
-                held = []
+            if any(map(str.strip, article)):  # blank lines before the first title belong to its article
+                yield Text(name, "".join(article))
+                article = []
             name = title[1]
-        held.append(line)
+        article.append(line)
         before = line
-    if held:
-        yield Text(name, "".join(held))
+    if article:
+        yield Text(name, "".join(article))
 
 
-def text_files(folder: Path) -> list[str]:
-    """Names of all .txt files under a folder, relative to it, sorted as strings. Hidden ones are left out."""
-    found: list[str] = []
+def list_text_files(folder: Path) -> list[str]:
+    """Return the paths of all .txt files under a folder, relative to it and sorted as strings, without hidden ones."""
+    paths: list[str] = []
     seen: set[str] = set()
 
-    def refuse(error: OSError) -> None:
-        raise _unreadable(Path(error.filename or folder), error) from error
+    def fail(error: OSError) -> None:
+        raise _read_error(Path(error.filename or folder), error) from error
 
-    for root, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+    for root, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         real = os.path.realpath(root)
-        if real in seen:  # a link that leads back
+        if real in seen:  # a symbolic link to a parent folder
             folders.clear()
             continue
         seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".")]
         names = [name for name in files if name.lower().endswith(".txt") and not name.startswith(".")]
-        found += [Path(root, name).relative_to(folder).as_posix() for name in names]
-    return sorted(found)
+        paths += [Path(root, name).relative_to(folder).as_posix() for name in names]
+    return sorted(paths)
 
 
-def digest(root: Path, names: Sequence[str], *more: object) -> str:
-    """A digest of files, by their names and bytes, and of whatever else decides what is read from them."""
-    total = blake2b(repr(more).encode(), digest_size=16)
+def digest_files(root: Path, names: Sequence[str], *settings: object) -> str:
+    """Return a digest of files, by their names and bytes, and of the settings they are read with."""
+    total = blake2b(repr(settings).encode(), digest_size=16)
     for name in names:
-        total.update(f"\0{name}\0{size(root / name)}\0".encode("utf-8", "surrogateescape"))
+        total.update(f"\0{name}\0{file_size(root / name)}\0".encode("utf-8", "surrogateescape"))
         try:
             with (root / name).open("rb") as file:
                 while block := file.read(_BLOCK):
                     total.update(block)
         except OSError as error:
-            raise _unreadable(root / name, error) from error
+            raise _read_error(root / name, error) from error
     return total.hexdigest()
 
 
-def _unreadable(path: Path, error: OSError) -> ValueError:
+def _read_error(path: Path, error: OSError) -> ValueError:
     return ValueError(f"{path} cannot be read ({error.strerror or error}). Check the path and its permissions.")

@@ -1,45 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contextual embeddings of whole documents: a vector per token, per window or per document, as NumPy arrays.
 
-A document is read once, window by window, with the state carried on; nothing is strided over twice unless an overlap is
-asked for. Documents of similar length are read side by side, a few windows at a time, so memory depends neither on
-their length nor, for document vectors, on their number of tokens.
+Each document is read once, window by window, and the state is carried from window to window. Documents of similar
+length share a batch, and a call reads a few windows of each. Memory therefore depends neither on the length of the
+documents nor, for document vectors, on the number of tokens.
 """
 
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.samples import by_length, pad
-from ..data.tokenization import check_text, tokens_of
+from ..data.samples import pad
+from ..data.tokenization import check_text, tokenise_texts
+from ..memories.vector import VectorMemoryConfig
 from ..models import argument_checks
 from ..models.base import RecurrentPreTrainedModel, eval_mode
 from ..models.headless import RecurrentModel
+from ..models.outputs import RecurrentOutput
+from ..models.streaming import Piece, stream_documents
 from ..state import State
-from ..utils.peft import unwrapped
-from ..utils.progress import Progress, bar
+from ..utils.peft import get_recurrent_model
+from ..utils.progress import ProgressBar, ProgressCallback
 
 logger = logging.getLogger(__name__)
 
 Output = Literal["document", "tokens", "windows"]
 Pooling = Literal["mean", "state"]
-WINDOWS_PER_CALL = 8  # how much of each document one call reads; only speed notices
+WINDOWS_PER_CALL = 8  # of each document; affects only speed
 
 
 @dataclass(frozen=True)
 class TokenVectors:
-    """The tokens of one document.
+    """The vectors of one document's N tokens.
 
     Attributes:
-        vectors: one for each of the document's own tokens, [N, k].
-        offsets: where each token stands in the text: characters [from, to), [N, 2].
+        vectors: one vector per token, without special tokens, [N, k].
+        offsets: the characters [from, to) of each token in the text, [N, 2].
     """
 
     vectors: np.ndarray
@@ -56,149 +58,174 @@ def encode(
     overlap: int | None = None,
     use_state: bool = True,
     batch_size: int = 8,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Any:
     """Embed documents of any length.
 
     Args:
-        model: a recurrent model; a head it may have is left out.
+        model: a recurrent model; its head, if it has one, is not used.
         texts: the documents.
-        tokenizer: the model's; a fast one, as "tokens" needs offsets. Special tokens are the model's business.
-        output: "document" gives one vector each, [documents, k]; "tokens" a list of `TokenVectors`; "windows" a list of
-            the states that windows pass on to the next, [windows - 1, states, slots, k].
-        pooling: for "document": the "mean" of its token vectors, or the "state" after all of it, all slots side by
-            side; a last window that is not full counts with the tokens it has. An empty document's vector is zero.
-        overlap: read at another overlap than the model was made for. A token's vector then comes from the window in
-            which it is farthest from an edge (encoders) or has the most context (causal models).
-        use_state: False removes the state: every window stands alone, as with the base model.
-        batch_size: documents read side by side.
-        progress: called with the tokens read so far and in all; None shows a bar if there is a terminal.
+        tokenizer: the model's tokenizer; a fast one for "tokens", which needs offsets. The model adds special tokens.
+        output: "document" returns one vector per document, [documents, k]; "tokens" a list of `TokenVectors`;
+            "windows" a list of the states that windows pass to the next, [windows - 1, states, slots, k].
+        pooling: the vector of a document: "mean" of its token vectors, or "state" after its last window, with all
+            slots concatenated. A last window that is not full is pooled over the tokens it has. The vector of an empty
+            document is zero.
+        overlap: tokens that consecutive windows share; by default that of the config. A token's vector comes from the
+            window in which it is farthest from an edge (encoders) or has the most context (causal models).
+        use_state: False removes the state: every window is read on its own, as by the base model.
+        batch_size: documents in a batch.
+        progress: called with the number of tokens read so far and in total; None shows a bar on a terminal.
     """
     check_choices(output, pooling)
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1.")
     if isinstance(texts, str):
         raise ValueError("texts is one string: give a list of documents.")
-    reader = headless(model)
+    reader = without_head(model)
     if needs_state(output, pooling):
         _check_state(reader, output, use_state)
-    overlap = argument_checks.overlap(reader.config, overlap)
+    overlap = argument_checks.check_overlap(reader.config, overlap)
     texts = list(texts)
     for i, text in enumerate(texts):
         check_text(f"texts[{i}]", text)
-    tokenised = list(tokens_of(tokenizer, texts, offsets=output == "tokens"))
+    tokenised = list(tokenise_texts(tokenizer, texts, offsets=output == "tokens"))
     ids = [token_ids for token_ids, _ in tokenised]
     if any(not len(token_ids) for token_ids in ids):
         logger.warning("%d documents have no tokens.", sum(not len(token_ids) for token_ids in ids))
-    collect = {"document": _Mean if pooling == "mean" else _WholeState, "tokens": _Tokens, "windows": _States}[output]
-    found = [collect(reader) for _ in ids]
-    step = 1 if output == "windows" else WINDOWS_PER_CALL
-    done, total = 0, sum(map(len, ids))
-    with bar(progress, "embedding", after=2) as report, eval_mode(reader), torch.inference_mode():
-        for document, count, vectors, state in _read(
-            reader, ids, overlap, use_state, batch_size, step, states_only=collect is _WholeState
-        ):
-            found[document].add(vectors, state)
-            done += count
-            report(done, total)
-    results = [one.result() for one in found]
+    collector = _collector(output, pooling)
+    collectors = [collector(reader) for _ in ids]
+    pieces = _read(
+        reader, ids, overlap=overlap, use_state=use_state, batch_size=batch_size,
+        windows_per_call=1 if output == "windows" else WINDOWS_PER_CALL, states_only=collector is _FinalState,
+    )  # fmt: skip
+    bar = ProgressBar("embedding", sum(map(len, ids)), "tokens", library=True, callback=progress)
+    with bar, eval_mode(reader), torch.inference_mode():
+        for document, count, vectors, state in pieces:
+            collectors[document].add(vectors, state)
+            bar.advance(count)
+    results = [document.result() for document in collectors]
     if output == "tokens":
         return [TokenVectors(vectors, offsets) for vectors, (_, offsets) in zip(results, tokenised, strict=True)]
     if output == "windows":
         return results
-    return np.stack(results) if results else collect(reader).result()[None][:0]
+    return np.stack(results) if results else collector(reader).result()[None][:0]
 
 
-def _check_state(reader: Any, output: str, use_state: bool) -> None:
-    """Refuse to give out a state where there is none."""
+def _check_state(reader: RecurrentModel, output: str, use_state: bool) -> None:
+    """Raise ValueError if states are to be returned and there are none."""
     if not use_state:
-        wanted = 'output="windows"' if output == "windows" else 'pooling="state"'
-        raise ValueError(f"{wanted} needs the state, which use_state=False (--no-state) removes.")
-    if not reader.config.recurrence.slots:
+        argument = 'output="windows"' if output == "windows" else 'pooling="state"'
+        raise ValueError(f"{argument} needs the state, which use_state=False (--no-state) removes.")
+    if reader.config.recurrence.find(VectorMemoryConfig.kind) is None:
         raise ValueError(
-            "the model pools nothing (slots=0): there is no state to give out as a vector. Use the mean of its tokens, "
-            "or train one that has a slot (--preset kept --slots 1)."
+            'the model carries keys and values, not vectors. Use pooling="mean" or output="tokens", or train a model '
+            "with a vector memory (--memory kv vector)."
         )
 
 
 def check_choices(output: str, pooling: str) -> None:
-    """Refuse outputs and poolings there are not."""
+    """Raise ValueError for an unknown output or pooling."""
     for name, value, choices in (("output", output, get_args(Output)), ("pooling", pooling, get_args(Pooling))):
         if value not in choices:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
 def needs_state(output: str, pooling: str) -> bool:
-    """Whether what is wanted is made of states, and not only of what tokens saw of them."""
+    """Whether the result consists of states rather than token vectors."""
     return output == "windows" or (output == "document" and pooling == "state")
 
 
-def headless(model: PreTrainedModel) -> RecurrentModel:
-    """The same model without its head; weights are shared."""
-    model = unwrapped(model)
+def without_head(model: PreTrainedModel) -> RecurrentModel:
+    """The same model without its head; the weights are shared."""
+    model = get_recurrent_model(model)
     if isinstance(model, RecurrentModel):
         return model
     if not isinstance(model, RecurrentPreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}: make it recurrent with add_recurrence first.")
-    reader, path = _HEADLESS.get(model, (None, None))
+    reader, path = _WITHOUT_HEAD.get(model, (None, None))
     if reader is None or reader.base is not model.backbone or path != model.fast_path:
-        with torch.device("meta"):  # the recurrence made here is thrown away: it should draw no random numbers
+        with torch.device("meta"):  # its own recurrence is replaced below: do not draw random numbers for it
             reader = RecurrentModel(model.config, base=model.backbone)
         reader.fast_path = model.fast_path
-        _HEADLESS[model] = reader, model.fast_path
-    reader.recurrence = model.recurrence
+        _WITHOUT_HEAD[model] = reader, model.fast_path
+    reader.memory = model.memory
     return reader
 
 
-# by the model with a head: what was recorded for one document is of use for the next
-_HEADLESS: WeakKeyDictionary[PreTrainedModel, tuple[RecurrentModel, str]] = WeakKeyDictionary()
+# By the model with a head. Cached because a RecurrentModel holds captured CUDA graphs, which later calls reuse.
+_WITHOUT_HEAD: WeakKeyDictionary[PreTrainedModel, tuple[RecurrentModel, str]] = WeakKeyDictionary()
 
 
 def _read(
-    model: RecurrentModel, ids: list[np.ndarray], overlap: int, use_state: bool, batch_size: int, step: int,
+    model: RecurrentModel,
+    ids: list[np.ndarray],
+    *,
+    overlap: int,
+    use_state: bool,
+    batch_size: int,
+    windows_per_call: int,
     states_only: bool,
-) -> Iterator[tuple[int, int, np.ndarray, State]]:  # fmt: skip
-    """Give each document piece by piece, in order: how many tokens were read, the vectors there are, and the state
-    behind the piece; with `states_only` no vectors, and at last the state of the whole document."""
+) -> Iterator[tuple[int, int, np.ndarray, State]]:
+    """Read documents piece by piece.
+
+    Args:
+        ids: the token ids of each document, [N].
+        states_only: compute no token vectors; the last state of a document is then that of the whole document.
+
+    Yields:
+        For each piece: the index of its document, its number of tokens, the n token vectors that are complete with it,
+        [n, k], and the state after it. The pieces of a document come in order.
+    """
+    lengths = [len(token_ids) for token_ids in ids]
+
+    def read(piece: Piece, state: State | None) -> RecurrentOutput:
+        batch = pad([torch.from_numpy(ids[i][piece.start : piece.stop]) for i in piece.documents])
+        kwargs: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        kwargs |= {"state": state, "overlap": overlap, "use_state": use_state, "final": piece.final}
+        return RecurrentOutput(state=model.advance_state(**kwargs)) if states_only else model(**kwargs)
+
     recurrence = model.config.recurrence
     stride = recurrence.window - len(recurrence.prefix) - len(recurrence.suffix) - overlap
-    for rows in by_length([len(one) for one in ids], batch_size):
-        state: State | None = None
-        start, stop = 0, step * stride + overlap + 1  # a window is complete with the token behind it
-        while rows:
-            going_on = [row for row, i in enumerate(rows) if len(ids[i]) > stop]
-            ending = [row for row, i in enumerate(rows) if len(ids[i]) <= stop]
-            kept = None
-            for part, final in ((ending, True), (going_on, False)):
-                if not part:
-                    continue
-                batch = pad([torch.from_numpy(ids[rows[row]][start:stop]) for row in part])
-                counts = batch["attention_mask"].sum(dim=1).tolist()
-                arguments: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
-                arguments |= {"state": None if state is None else state[part], "final": final}
-                arguments |= {"overlap": overlap, "use_state": use_state}
-                if states_only:
-                    behind, vectors = model.advance_state(**arguments), [np.empty(0)] * len(part)
-                else:
-                    out = model(**arguments)
-                    behind, vectors = out.state, _unpadded(out, counts)
-                for row, i in enumerate(part):
-                    yield rows[i], counts[row], vectors[row], behind[[row]]
-                kept = kept if final else behind
-            rows, state = [rows[row] for row in going_on], kept
-            start, stop = stop, stop + step * stride
+    for piece, out in stream_documents(
+        read, lengths, stride=stride, overlap=overlap, windows_per_call=windows_per_call, batch_size=batch_size,
+        separate_final=True,
+    ):  # fmt: skip
+        assert out.state is not None
+        counts = [min(lengths[i], piece.stop) - piece.start for i in piece.documents]
+        vectors = [np.empty(0)] * len(counts) if states_only else _unpad(out, counts)
+        for row, i in enumerate(piece.documents):
+            yield i, counts[row], vectors[row], out.state[[row]]
 
 
-def _unpadded(out: Any, counts: list[int]) -> list[np.ndarray]:
-    """Each row's own vectors: for an encoder those it has given out so far."""
+def _unpad(out: RecurrentOutput, counts: list[int]) -> list[np.ndarray]:
+    """The vectors of each row without padding, [n, k]; n is the row's count, or what an encoder has emitted."""
+    assert out.last_hidden_state is not None
     if out.emitted is not None:
         counts = (out.emitted[:, 1] - out.emitted[:, 0]).tolist()
-    hidden: Tensor = out.last_hidden_state
-    return [vectors[:count] for vectors, count in zip(hidden.float().cpu().numpy(), counts, strict=True)]
+    hidden = out.last_hidden_state.float().cpu().numpy()
+    return [vectors[:count] for vectors, count in zip(hidden, counts, strict=True)]
 
 
-class _Mean:
-    """The mean of token vectors, without keeping them."""
+class _Collector(Protocol):
+    """Builds the result for one document from its pieces."""
+
+    def __init__(self, model: RecurrentModel): ...
+
+    def add(self, vectors: np.ndarray, state: State) -> None:
+        """Add the next piece: its token vectors, [n, k], and the state after it."""
+
+    def result(self) -> np.ndarray: ...
+
+
+def _collector(output: str, pooling: str) -> type[_Collector]:
+    if output == "document":
+        return _TokenMean if pooling == "mean" else _FinalState
+    return _TokenList if output == "tokens" else _WindowStates
+
+
+class _TokenMean(_Collector):
+    """The mean of all token vectors, [k], as a running sum."""
 
     def __init__(self, model: RecurrentModel):
         self.total, self.count = np.zeros(model.config.base_config.hidden_size), 0
@@ -210,39 +237,46 @@ class _Mean:
         return (self.total / max(self.count, 1)).astype(np.float32)
 
 
-class _WholeState:
-    """The state after the whole document."""
+def _vector_shape(model: RecurrentModel) -> tuple[int, ...]:
+    """States, slots, hidden size."""
+    memory = model.memory.get(VectorMemoryConfig.kind)
+    assert memory is not None, "checked before"
+    return memory.shape
+
+
+class _FinalState(_Collector):
+    """The state after the last window, [states * slots * k]."""
 
     def __init__(self, model: RecurrentModel):
-        self.last = np.zeros(model.config.state_shape, np.float32)
+        self.state = np.zeros(_vector_shape(model), np.float32)
 
     def add(self, vectors: np.ndarray, state: State) -> None:
         if state.ended:
-            self.last = state.carried[0].float().cpu().numpy()
+            self.state = state.memory[VectorMemoryConfig.kind][0].float().cpu().numpy()
 
     def result(self) -> np.ndarray:
-        return self.last.flatten()
+        return self.state.flatten()
 
 
-class _States:
-    """What each full window passed on."""
+class _WindowStates(_Collector):
+    """The state that each full window passes to the next, [windows - 1, states, slots, k]. Needs one window a piece."""
 
     def __init__(self, model: RecurrentModel):
-        self.shape, self.pending = model.config.state_shape, -1
-        self.found: list[np.ndarray] = []
+        self.shape, self.next_start = _vector_shape(model), -1
+        self.states: list[np.ndarray] = []
 
     def add(self, vectors: np.ndarray, state: State) -> None:
-        start = int(state.read - state.pending)  # the next window's: it moves when a window is finished
-        if state.started.all() and start != self.pending:
-            self.found.append(state.carried[0].float().cpu().numpy())
-        self.pending = start
+        next_start = int(state.read - state.pending)  # of the next window; changes when a window is complete
+        if state.started.all() and next_start != self.next_start:
+            self.states.append(state.memory[VectorMemoryConfig.kind][0].float().cpu().numpy())
+        self.next_start = next_start
 
     def result(self) -> np.ndarray:
-        return np.stack(self.found) if self.found else np.zeros((0, *self.shape), np.float32)
+        return np.stack(self.states) if self.states else np.zeros((0, *self.shape), np.float32)
 
 
-class _Tokens:
-    """Every token's vector."""
+class _TokenList(_Collector):
+    """The vectors of all tokens, [N, k]."""
 
     def __init__(self, model: RecurrentModel):
         self.parts = [np.zeros((0, model.config.base_config.hidden_size), np.float32)]

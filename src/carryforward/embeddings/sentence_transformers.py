@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module for sentence-transformers: whole documents in, token embeddings out, for its `Pooling` to follow.
+"""A module for sentence-transformers that embeds the tokens of whole documents; a `Pooling` module follows it.
 
     SentenceTransformer(modules=[RecurrentTransformer("my-model"), Pooling(384)])
 
-Needs `pip install carryforward[sentences]`. No text is ever cut.
+Texts are never truncated. Needs `pip install carryforward[sentences]`.
 """
 
 from itertools import takewhile
@@ -20,12 +20,12 @@ from ..models import auto
 from ..models.add_recurrence import add_recurrence
 from ..models.base import RecurrentPreTrainedModel
 from ..models.headless import RecurrentModel
-from ..utils.peft import unwrapped
-from .encode import headless
+from ..utils.peft import get_recurrent_model
+from .encode import without_head
 
 
 class RecurrentTransformer(InputModule):
-    """What `Transformer` is in sentence-transformers, without its length limit."""
+    """The counterpart of `Transformer` in sentence-transformers, without its length limit."""
 
     config_file_name = "recurrent_transformer.json"
     config_keys = ["use_state"]
@@ -44,33 +44,36 @@ class RecurrentTransformer(InputModule):
     ):
         """
         Args:
-            model: a recurrent model, or the name of one, or of an encoder to which recurrence is added. A recurrent
-                model's head is left out.
-            tokenizer: the model's, where a model is given.
-            use_state: False reads windows that stand alone. By default the state is used unless recurrence is added
-                here, and so untrained; to train it, say True.
-            model_kwargs, processor_kwargs: for the `from_pretrained` of a model that is named, and of its tokenizer.
-            **fields: fields of `RecurrenceConfig`, where recurrence is added.
+            model: a recurrent model, or the name of a recurrent model or of an encoder, to which recurrence is added.
+                The head of a recurrent model is not used.
+            tokenizer: the tokenizer of the model; not needed with a name, whose own tokenizer is loaded.
+            use_state: False reads every window on its own. By default the state is used, unless recurrence is added
+                here and is therefore untrained; give True to train it.
+            model_kwargs, processor_kwargs: for `from_pretrained` of the model and of the tokenizer, if `model` is a
+                name.
+            **fields: arguments of `add_recurrence`, if recurrence is added; by default the memory is a vector.
         """
         super().__init__()
         untrained = False
-        model = model if isinstance(model, str | Path) else unwrapped(model)
+        model = model if isinstance(model, str | Path) else get_recurrent_model(model)
         if isinstance(model, str | Path):
             tokenizer = AutoTokenizer.from_pretrained(model, **(processor_kwargs or {}))
             config = AutoConfig.from_pretrained(model)
             untrained = not isinstance(config, RecurrentModelConfig)
-            # with the head it was saved with: left out on loading, transformers would list its weights as a mistake
+            # load with the saved head: without it, transformers would warn about unused weights
             load: Any = AutoModel if untrained else auto.classes()[config.architectures[0]]
             model = loaded = load.from_pretrained(model, **(model_kwargs or {}))
             if untrained:
-                model, fields = add_recurrence(loaded, tokenizer=tokenizer, **fields), {}
+                model, fields = add_recurrence(loaded, tokenizer=tokenizer, **{"memory": "vector", **fields}), {}
         elif model_kwargs or processor_kwargs:
-            raise ValueError("model_kwargs and processor_kwargs are for models given by name. Leave them out.")
+            raise ValueError("model_kwargs and processor_kwargs need the name of a model. Leave them out.")
         if not isinstance(model, RecurrentPreTrainedModel) or tokenizer is None:
             raise ValueError("RecurrentTransformer needs a recurrent model and its tokenizer.")
         if fields:
-            raise ValueError(f"{', '.join(fields)}: the model is recurrent already and keeps its own. Leave it out.")
-        self.auto_model = headless(model)
+            raise ValueError(
+                f"{', '.join(fields)}: the model is recurrent already and has its own config. Leave it out."
+            )
+        self.auto_model = without_head(model)
         self.tokenizer = tokenizer
         self.use_state = not untrained if use_state is None else use_state
 
@@ -82,27 +85,28 @@ class RecurrentTransformer(InputModule):
     @max_seq_length.setter
     def max_seq_length(self, value: int | None) -> None:
         if value is not None:
-            raise ValueError(f"max_seq_length={value}: no text is cut here. Leave it out, or shorten the texts.")
+            raise ValueError(f"max_seq_length={value}: texts are not truncated. Leave it out, or shorten the texts.")
 
     def preprocess(self, inputs: Any, prompt: str | None = None, **kwargs: Any) -> dict[str, Any]:
         rows = self._ids(self._prepend_prompt(list(inputs), prompt) if prompt else list(inputs))
         features: dict[str, Any] = pad([torch.tensor(row or [0]) for row in rows])
-        features["attention_mask"] *= torch.tensor([[bool(row)] for row in rows])  # 0 all over where a text is empty
-        if prompt:  # what a word behind it leaves as it is: a space at its end may become the word's
+        features["attention_mask"] *= torch.tensor([[bool(row)] for row in rows])  # all 0 for an empty text
+        if prompt:  # count the tokens that do not change when a word follows: it may take up a space at the end
             pairs = zip(*self._ids([prompt, prompt + "a"]), strict=False)
             features["prompt_length"] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return features
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        # special tokens are put around every window by the model itself
+        # without special tokens: the model adds them to every window
         return self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         ids, mask = features["input_ids"], features["attention_mask"]
-        some = mask.any(dim=1, keepdim=True)
-        first = torch.arange(mask.shape[1], device=mask.device) == 0  # the model reads at least one token of each row
-        out = self.auto_model(input_ids=ids, attention_mask=torch.where(some, mask, first), use_state=self.use_state)
-        return {**features, "token_embeddings": out.last_hidden_state * some[..., None]}
+        not_empty = mask.any(dim=1, keepdim=True)
+        first = torch.arange(mask.shape[1], device=mask.device) == 0  # the model needs at least one token in each row
+        mask = torch.where(not_empty, mask, first)
+        out = self.auto_model(input_ids=ids, attention_mask=mask, use_state=self.use_state)
+        return {**features, "token_embeddings": out.last_hidden_state * not_empty[..., None]}
 
     def get_embedding_dimension(self) -> int:
         return self.auto_model.config.base_config.hidden_size
@@ -115,9 +119,9 @@ class RecurrentTransformer(InputModule):
     @classmethod
     def load(cls, model_name_or_path: str, *args: Any, **kwargs: Any) -> "RecurrentTransformer":
         names = ("subfolder", "token", "cache_folder", "revision", "local_files_only")
-        where = {name: kwargs[name] for name in names if name in kwargs}
-        folder = cls.load_dir_path(model_name_or_path, **where)
+        hub_kwargs = {name: kwargs[name] for name in names if name in kwargs}
+        folder = cls.load_dir_path(model_name_or_path, **hub_kwargs)
         if folder is None:
-            raise ValueError(f"{model_name_or_path!r} is no folder here and cannot be had from the Hub.")
+            raise ValueError(f"{model_name_or_path!r} is not a folder and cannot be loaded from the Hub.")
         settings = {name: kwargs[name] for name in ("model_kwargs", "processor_kwargs") if kwargs.get(name)}
-        return cls(folder, **cls.load_config(model_name_or_path, **where), **settings)
+        return cls(folder, **cls.load_config(model_name_or_path, **hub_kwargs), **settings)

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which windows may keep their activations: as many as asked for, or as there is memory for."""
+"""How many windows keep their activations for the backward pass, and how many are recomputed.
+
+With `keep_windows=n` the newest n windows of a sample keep them. With "auto" as many do as fit into a share of the free
+memory; the size of a window is measured when one of its shape first runs with a graph. Captured CUDA graphs hold their
+activations between windows: the budget counts these buffers, which later windows of the same shape can use.
+"""
 
 import contextlib
 import math
@@ -11,124 +16,129 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-Kind = tuple[Any, ...]  # how many rows and positions a window has, then whatever else decides what it takes
-SHARE = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is free; others want some too
-SPARE = 4  # places beside those of the windows that are kept, where their number was said
-TO_COME = 12  # bytes for each trained parameter: its gradient and Adam's two averages may not be there yet
+ShapeKey = tuple[Any, ...]  # rows and positions of a window, then all else that decides its activation memory
+
+MEMORY_SHARE = {"cuda": 0.5, "cpu": 0.25}  # of the free memory
+SPARE_BUFFERS = 4  # captured buffers beyond the number of kept windows
+RESERVED_BYTES = 12  # bytes per trained parameter: its gradient and Adam's two averages may not exist yet
 
 
 class ActivationBudget:
-    """A model's. It remembers what windows of each kind took.
+    """A model's budget. It remembers the activation memory of windows by their shape.
 
     Attributes:
-        keep: how many windows; "auto" for as many as fit.
-        full: memory has run out; nothing more is kept in this call.
+        keep: how many windows keep their activations; "auto" for as many as fit.
+        exhausted: memory has run out; nothing more is kept in this call.
     """
 
     def __init__(self) -> None:
         self.keep: int | Literal["auto"] = 0
-        self._sizes: dict[Kind, int] = {}
-        self._ready: Counter[Kind] = Counter()  # places that are free
-        self._positions, self._largest = 0, 0  # of the windows that there are places for
-        self.release()
+        self._sizes: dict[ShapeKey, int] = {}
+        self._free_buffers: Counter[ShapeKey] = Counter()
+        self._buffer_positions, self._largest_buffer = 0, 0
+        self.reset_buffers()
 
-    def windows(self, kinds: Sequence[Kind], parameters: Sequence[nn.Parameter], device: torch.device) -> list[bool]:
-        """Which windows keep their graph: of these kinds, the first that fit."""
-        self.full = False
+    def keepable(
+        self, shapes: Sequence[ShapeKey], parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> list[bool]:
+        """Which windows keep their graph: of windows with these shapes, the first that fit."""
+        self.exhausted = False
         if self.keep != "auto":
-            return [i < self.keep for i in range(len(kinds))]
-        to_come = TO_COME * sum(parameter.numel() for parameter in parameters)
-        # what is taken counts as available: between two windows nothing lives there
-        self._share = SHARE.get(device.type, 0.0) * (available(device) - to_come)
-        left = self._share - self._taken
-        ready, kept = self._ready.copy(), []
-        for kind in kinds:
-            ready[kind] -= 1
-            size = 0 if ready[kind] >= 0 else self._most(kind)
-            kept.append(size <= max(left, 0))
-            left -= size if kept[-1] else 0
-        return kept
+            return [i < self.keep for i in range(len(shapes))]
+        reserved = RESERVED_BYTES * sum(parameter.numel() for parameter in parameters)
+        # Captured buffers count as available: between two windows they hold nothing that is needed.
+        self._share = MEMORY_SHARE.get(device.type, 0.0) * (available_memory(device) - reserved)
+        left = self._share - self._buffer_bytes
+        free, keep = self._free_buffers.copy(), []
+        for shape in shapes:
+            free[shape] -= 1
+            size = 0 if free[shape] >= 0 else self._size_bound(shape)
+            keep.append(size <= max(left, 0))
+            left -= size if keep[-1] else 0
+        return keep
 
-    def _most(self, kind: Kind) -> float:
-        """What a window takes: as measured, or at most what one of more rows and positions did, since batches of ragged
-        documents have windows of ever new sizes. One that nothing is known of is run twice, and measured then."""
-        if kind in self._sizes:
-            return self._sizes[kind]
+    def _size_bound(self, shape: ShapeKey) -> float:
+        """The activation memory of a window: as measured, or that of one with more rows and positions, since batches of
+        ragged documents have windows of ever new sizes. Infinite if nothing is known: such a window is recomputed, and
+        measured then."""
+        if shape in self._sizes:
+            return self._sizes[shape]
         larger = (
             size
             for known, size in self._sizes.items()
-            if known[2:] == kind[2:] and all(a >= b for a, b in zip(known[:2], kind[:2], strict=True))
+            if known[2:] == shape[2:] and all(a >= b for a, b in zip(known[:2], shape[:2], strict=True))
         )
         return min(larger, default=math.inf)
 
-    def has_room(self, kind: Kind) -> bool:
-        """Whether there may be one more place for a window of this kind; one in all there may be anyway, since a window
-        must be run somewhere."""
-        if self.keep != "auto":  # first and last windows are kinds of their own; those of ragged batches are too many
-            largest = max(self._largest, math.prod(kind[:2]))
-            return self._positions + math.prod(kind[:2]) <= (self.keep + SPARE) * largest
-        size, left = self._most(kind), self._share - self._taken
-        return size <= left or (size < math.inf and not self._positions)
+    # --- buffers: activation memory that captured graphs hold ------------------------------------------------------
 
-    def take(self, kind: Kind, size: int) -> None:
-        """A place for a window of this kind is there for good, and serves no other."""
-        self._ready[kind] += 1
-        self._taken += size
-        self._positions += math.prod(kind[:2])
-        self._largest = max(self._largest, math.prod(kind[:2]))
-        self._sizes[kind] = max(self._sizes.get(kind, 0), size)
+    def has_room(self, shape: ShapeKey) -> bool:
+        """Whether one more buffer for windows of this shape may be captured. The first one always may: a window must
+        run somewhere."""
+        if self.keep != "auto":  # first and last windows have shapes of their own; ragged batches have too many
+            largest = max(self._largest_buffer, math.prod(shape[:2]))
+            return self._buffer_positions + math.prod(shape[:2]) <= (self.keep + SPARE_BUFFERS) * largest
+        size, left = self._size_bound(shape), self._share - self._buffer_bytes
+        return size <= left or (size < math.inf and not self._buffer_positions)
 
-    def give_back(self, kind: Kind, size: int) -> None:
-        """Such a place, which was free, is there no longer."""
-        self._ready[kind] -= 1
-        self._taken -= size
-        self._positions -= math.prod(kind[:2])
+    def add_buffer(self, shape: ShapeKey, size: int) -> None:
+        """A buffer was captured, for windows of this shape only."""
+        self._free_buffers[shape] += 1
+        self._buffer_bytes += size
+        self._buffer_positions += math.prod(shape[:2])
+        self._largest_buffer = max(self._largest_buffer, math.prod(shape[:2]))
+        self._sizes[shape] = max(self._sizes.get(shape, 0), size)
 
-    def free_places(self, kinds: Iterable[Kind]) -> None:
-        """Which of the places that were taken can be used now: windows may be kept beyond the call that ran them."""
-        self._ready = Counter(kinds)
+    def remove_buffer(self, shape: ShapeKey, size: int) -> None:
+        """A free buffer was given up."""
+        self._free_buffers[shape] -= 1
+        self._buffer_bytes -= size
+        self._buffer_positions -= math.prod(shape[:2])
 
-    def release(self) -> None:
-        """Nothing of what was taken is there any longer."""
-        self._ready = Counter()
-        self._taken, self._share = 0, math.inf
-        self._positions, self._largest = 0, 0
-        self.full = False
+    def set_free_buffers(self, shapes: Iterable[ShapeKey]) -> None:
+        """Set which buffers are free now: windows may keep theirs beyond the call that ran them."""
+        self._free_buffers = Counter(shapes)
+
+    def reset_buffers(self) -> None:
+        """All buffers are gone."""
+        self._free_buffers = Counter()
+        self._buffer_bytes, self._share = 0, math.inf
+        self._buffer_positions, self._largest_buffer = 0, 0
+        self.exhausted = False
 
     @contextlib.contextmanager
-    def measuring(self, kind: Kind, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Note what a window's graph holds on to, when windows of its kind are run with one for the first time. Not
-        around one that is replayed, which holds on to nothing."""
-        if self.keep != "auto" or kind in self._sizes:
+    def measuring(self, shape: ShapeKey, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Note how much memory a window's graph saves, when one of its shape first runs with a graph."""
+        if self.keep != "auto" or shape in self._sizes:
             yield
             return
-        known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        found: dict[int, int] = {}
+        weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes()
+            if storage.data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        if found:
-            self._sizes[kind] = sum(found.values())
+        if sizes:
+            self._sizes[shape] = sum(sizes.values())
 
 
-def available(device: torch.device) -> int:
-    """Bytes that could still be used; 0 where that cannot be known."""
+def available_memory(device: torch.device) -> int:
+    """Free memory in bytes; 0 where that is unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    lines = dict(line.split(":") for line in _text("/proc/meminfo").splitlines())
+    lines = dict(line.split(":") for line in _read_text("/proc/meminfo").splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else 0
-    limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
+    limit, used = _read_text("/sys/fs/cgroup/memory.max").strip(), _read_text("/sys/fs/cgroup/memory.current").strip()
     return min(free, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else free
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text()
     except OSError:

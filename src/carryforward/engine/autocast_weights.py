@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in the precision that autocast gives them, for recordings to read: cast once in a call of the model."""
+"""Weights in the precision of autocast, for captured graphs to read: cast once per call of the model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +9,17 @@ from transformers.pytorch_utils import Conv1D
 
 
 class AutocastWeights:
-    """The weights of linear layers in the precision that autocast gives them, cast once in a call of the model instead
-    of in every window, there and back. Only weights that nothing else looks at: what else owns one, as an embedding
-    does, or reads it, as adapters around a layer do, may want it as it is."""
+    """A cache of linear layers' weights in the precision of autocast, cast once per call instead of in every window.
 
-    def __init__(self, layers: Sequence[nn.Module] = (), modules: Sequence[nn.Module] = ()):
+    Only weights that nothing else reads: an embedding that shares one, or an adapter around a layer, needs the
+    original.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module] = (), modules: Sequence[nn.Module] = ()):
         """
         Args:
-            layers: those of the base model, whose weights are cast.
-            modules: all of the model's.
+            layers: the base model's layers, whose weights are cast.
+            modules: all modules of the model.
         """
         adapted = {inner for module in modules if hasattr(module, "base_layer") for inner in module.modules()}
         inside = {module: None for layer in layers for module in layer.modules()}
@@ -25,19 +27,19 @@ class AutocastWeights:
         others = {weight for module in {*modules} - {*linear} for weight in module.parameters(recurse=False)}
         own = {weight: None for module in linear for weight in module.parameters(recurse=False)}
         self._weights = [weight for weight in own if weight not in others and weight.dtype == torch.float32]
-        self._made: dict[torch.dtype, list[Tensor]] = {}
+        self._cast: dict[torch.dtype, list[Tensor]] = {}
 
-    def now(self, device: torch.device) -> dict[nn.Parameter, Tensor]:
-        """What to use for which weight, in the precision of this moment. Always the same tensors."""
+    def current(self, device: torch.device) -> dict[nn.Parameter, Tensor]:
+        """The cast weights, by weight, in autocast's current precision. Always the same tensors."""
         if not self._weights or not torch.is_autocast_enabled(device.type):
             return {}
         dtype = torch.get_autocast_dtype(device.type)
-        if dtype not in self._made:
-            self._made[dtype] = [weight.detach().to(dtype) for weight in self._weights]
-        return dict(zip(self._weights, self._made[dtype], strict=True))
+        if dtype not in self._cast:
+            self._cast[dtype] = [weight.detach().to(dtype) for weight in self._weights]
+        return dict(zip(self._weights, self._cast[dtype], strict=True))
 
-    def renew(self) -> None:
-        """Weights may have changed since the last call."""
+    def refresh(self) -> None:
+        """Cast again: weights may have changed since the last call."""
         with torch.inference_mode(False), torch.no_grad():
-            for made in self._made.values():
-                torch._foreach_copy_(made, [*self._weights])
+            for cast in self._cast.values():
+                torch._foreach_copy_(cast, [*self._weights])

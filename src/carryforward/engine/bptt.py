@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact backpropagation through time with one window's activations in memory (section 3.2 of the paper).
 
-Between windows only the state passes. So a first pass without a graph notes the state that enters each window, and
-the windows are then run again, newest first, each with a graph of its own, handing the gradient of its incoming
+Between windows only the state passes. So a first pass without a graph stores the state that enters each window. A
+second pass runs the windows again, newest first, each with a graph of its own, and hands the gradient of its incoming
 state to the window before. The gradients are those of the whole graph.
 
-Three choices shape the code. Where windows give out nothing but their loss, the gradient to come is known up to a
-factor: the second pass is done at once, inside the forward call, and needs neither the vocabulary projection in the
-first pass nor any first pass of the last window; `backward` then only applies the factor. And parameters are inputs
-of one autograd function, so that their gradients leave it once: accumulating into `.grad` window by window would
-bypass the hooks with which distributed training keeps its ranks equal. The newest windows need not be run twice where
-there is memory for their activations (`keep_windows`): the first pass then gives them a graph that is kept.
+Three choices shape the code:
+
+- If windows give out nothing but their loss, the gradient to come is known up to a factor. The second pass then runs at
+  once, inside the forward call, and the first pass needs neither the vocabulary projection nor the last window.
+  `backward` only multiplies by the factor.
+- Parameters are inputs of one autograd function, so that their gradients leave it once. Accumulating into `.grad`
+  window by window would bypass the hooks with which distributed training keeps its ranks equal.
+- The newest windows need not run twice if memory allows (`keep_windows`): the first pass then keeps their graph.
 
 This file knows nothing of models: a `Program` says what a window computes.
 """
@@ -24,48 +26,47 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .activation_budget import ActivationBudget, Kind
+from .activation_budget import ActivationBudget, ShapeKey
 
 logger = logging.get_logger(__name__)
 
-Emission = tuple[Tensor, ...]
+Outputs = tuple[Tensor, ...]
 
 
 class Program(Protocol):
-    """What is unrolled. `table` holds the state of every row, [B, ...]; a cell reads and replaces some rows of it."""
+    """What is unrolled: window batches that read and replace rows of a state [B, m]."""
 
-    cells: Sequence[Any]
-    inputs: Sequence[Tensor]  # what cells read beside the table; must not change before they are run again
+    batches: Sequence[Any]
+    inputs: Sequence[Tensor]  # what windows read beside the state; must not change before they run again
 
-    def advance(self, cell: Any, table: Tensor, head: bool) -> tuple[Emission, Tensor]:
-        """Run one cell. Without `head` only the new table is wanted, and the emission may be empty; a cell that
-        leaves the table as it is then has nothing to do."""
+    def run(self, batch: Any, state: Tensor, with_outputs: bool) -> tuple[Outputs, Tensor]:
+        """Run one window batch. Without `with_outputs` only the new state is needed, and the outputs may be empty."""
         ...
 
-    def kind(self, cell: Any) -> Kind:
-        """Cells of one kind take the same memory."""
+    def shape_key(self, batch: Any) -> ShapeKey:
+        """Batches with the same key need the same activation memory."""
         ...
 
-    def gathered(self) -> Sequence[Tensor | None]:
-        """Gradients of the parameters that cells have summed up themselves since this was last asked."""
+    def accumulated_gradients(self) -> Sequence[Tensor | None]:
+        """Parameter gradients that windows have accumulated themselves since the last call of this method."""
         ...
 
 
 @dataclass
-class Plan:
+class UnrollSettings:
     """One unrolling.
 
     Attributes:
         program: what to run.
         parameters: everything trainable.
-        always: the parameters that receive a gradient of zero, not none, when no window used them (the recurrence
-            module in a batch of one-window documents), so that all ranks of a distributed run agree.
-        loss_only: each cell emits just its summed loss, a scalar, and only their sum is given out.
-        keep_graph: let autograd keep the graph of everything, as it does everywhere else.
-        allowance: how many windows may keep their activations instead of being run twice.
-        offload: keep the noted tables in the host's memory.
-        seeds: where random numbers are drawn (dropout), one seed for each cell, so that a second pass draws the same;
-            a seed is a thousandth of what a generator's whole state takes.
+        always: the parameters that receive a gradient of zero, not none, if no window used them (those of memories in a
+            batch of one-window documents), so that all ranks of a distributed run agree.
+        loss_only: each window gives out its summed loss, a scalar, and only their sum is returned.
+        keep_graph: let autograd keep the graph of all windows.
+        budget: how many windows keep their activations instead of being recomputed.
+        offload: store states in host memory.
+        seeds: if random numbers are drawn (dropout), one seed for each window batch, so that a second pass draws the
+            same. A seed takes a thousandth of a generator's whole state.
         devices: where random numbers may be drawn, beside the CPU.
     """
 
@@ -74,55 +75,56 @@ class Plan:
     always: set[nn.Parameter]
     loss_only: bool
     keep_graph: bool
-    allowance: ActivationBudget
+    budget: ActivationBudget
     offload: bool
     seeds: list[int] | None
     devices: set[torch.device]
 
-    def advance(self, i: int, table: Tensor, head: bool = True) -> tuple[Emission, Tensor]:
-        """Run the i-th cell with the random numbers that belong to it."""
+    def run(self, i: int, state: Tensor, with_outputs: bool = True) -> tuple[Outputs, Tensor]:
+        """Run the i-th window batch with its own random numbers."""
         if self.seeds is None:
-            return self.program.advance(self.program.cells[i], table, head)
+            return self.program.run(self.program.batches[i], state, with_outputs)
         with _seeded(self.seeds[i], self.devices):
-            return self.program.advance(self.program.cells[i], table, head)
+            return self.program.run(self.program.batches[i], state, with_outputs)
 
 
-def unroll(plan: Plan, table: Tensor) -> tuple[list[Emission], Tensor]:
-    """Run all cells in order.
+def unroll(settings: UnrollSettings, state: Tensor) -> tuple[list[Outputs], Tensor]:
+    """Run all window batches in order.
 
     Returns:
-        what each cell emits (with `loss_only` one emission, the sum), and the table after the last cell.
+        the outputs of each (with `loss_only` the sum of the losses), and the state after the last.
     """
-    differentiable = torch.is_grad_enabled() and (bool(plan.parameters) or table.requires_grad)
-    if differentiable and plan.program.cells and not plan.keep_graph:
-        *flat, table = _Recomputed.apply(plan, table, *plan.parameters)
-        arity = len(flat) if plan.loss_only else len(flat) // len(plan.program.cells)
-        return [tuple(flat[i : i + arity]) for i in range(0, len(flat), arity)], table
+    batches = settings.program.batches
+    differentiable = torch.is_grad_enabled() and (bool(settings.parameters) or state.requires_grad)
+    if differentiable and batches and not settings.keep_graph:
+        *flat, state = _Recomputed.apply(settings, state, *settings.parameters)
+        arity = len(flat) if settings.loss_only else len(flat) // len(batches)
+        return [tuple(flat[i : i + arity]) for i in range(0, len(flat), arity)], state
 
-    emissions = []
-    for i in range(len(plan.program.cells)):
-        emitted, table = plan.advance(i, table)
-        emissions.append(emitted)
-    if plan.loss_only:
-        emissions = [(sum((nll for (nll,) in emissions), torch.zeros((), device=table.device)),)]
-    unused = plan.always if plan.program.cells else plan.parameters
+    results = []
+    for i in range(len(batches)):
+        outputs, state = settings.run(i, state)
+        results.append(outputs)
+    if settings.loss_only:
+        results = [(sum((loss for (loss,) in results), torch.zeros((), device=state.device)),)]
+    unused = settings.always if batches else settings.parameters
     if differentiable and unused:
-        emissions = [(_Anchor.apply(first, *unused), *rest) for first, *rest in emissions]
-    return emissions, table
+        results = [(_ZeroGradients.apply(first, *unused), *rest) for first, *rest in results]
+    return results, state
 
 
-def hooked(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether someone waits for a parameter's gradient, who would be called once for every window."""
+def has_gradient_hooks(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether a hook waits for a parameter's gradient, which would be called once for every window."""
     if not any(parameter._backward_hooks for parameter in parameters):
         return False
     logger.warning_once(
-        "A hook on a parameter's gradient would run once for every window: the graph of all windows is kept "
-        "instead, and memory grows with their number. Tensor.register_post_accumulate_grad_hook does not need that."
+        "A hook on a parameter's gradient would run once for every window: the graph of all windows is kept instead, "
+        "and memory grows with their number. Tensor.register_post_accumulate_grad_hook does not need that."
     )
     return True
 
 
-class _Anchor(torch.autograd.Function):
+class _ZeroGradients(torch.autograd.Function):
     """The identity, with a gradient of zero for parameters that did not take part."""
 
     @staticmethod
@@ -136,73 +138,74 @@ class _Anchor(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """The unrolling as one differentiable operation on the table and the parameters."""
+    """The unrolling as one differentiable operation on the state and the parameters."""
 
     @staticmethod
-    def forward(ctx, plan: Plan, table: Tensor, *parameters: Tensor):
+    def forward(ctx, settings: UnrollSettings, state: Tensor, *parameters: Tensor):
         ctx.set_materialize_grads(False)
-        # so that changing any of them before `backward` is an error, as it always is
-        ctx.save_for_backward(*parameters, *plan.program.inputs)
-        ctx.sweep = sweep = _Sweep(plan, table.device)
-        emissions, table = sweep.first_pass(table.detach())
-        ctx.prepaid = None
-        if plan.loss_only:
-            ctx.prepaid = sweep.second_pass(None, None, prepay=True)
-            table, emissions = sweep.table, [(sweep.loss,)]
-        # Tensors of their own: what is returned knows this node, and what the node holds must not know it back.
-        return *(tensor.detach() for emitted in emissions for tensor in emitted), table.detach()
+        # Saved so that autograd refuses a backward pass after any of them has changed in place.
+        ctx.save_for_backward(*parameters, *settings.program.inputs)
+        ctx.recompute = recompute = _TwoPassRecompute(settings, state.device)
+        results, state = recompute.first_pass(state.detach())
+        ctx.precomputed = None
+        if settings.loss_only:
+            ctx.precomputed = recompute.second_pass(None, None, precompute=True)
+            state, results = recompute.final_state, [(recompute.loss,)]
+        # Detach: outputs that reference this node would form a cycle.
+        return *(tensor.detach() for outputs in results for tensor in outputs), state.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients: Tensor | None):
-        parameters = ctx.saved_tensors[: len(ctx.sweep.plan.parameters)]
-        *emitted, table = gradients
+        parameters = ctx.saved_tensors[: len(ctx.recompute.settings.parameters)]
+        *of_outputs, of_state = gradients
         total: _Gradients | None = None
-        if ctx.prepaid is not None and emitted[0] is not None:
-            # The prepaid gradients are spent here; a second `backward` through a retained graph computes them anew.
-            total, ctx.prepaid = ctx.prepaid.scale_(emitted[0]), None
-            emitted = [None]
-        if table is not None or any(gradient is not None for gradient in emitted):
-            rest = ctx.sweep.second_pass(emitted, table)
+        if ctx.precomputed is not None and of_outputs[0] is not None:
+            # Used up here: a second `backward` through a retained graph computes the gradients again.
+            total, ctx.precomputed = ctx.precomputed.scale_(of_outputs[0]), None
+            of_outputs = [None]
+        if of_state is not None or any(gradient is not None for gradient in of_outputs):
+            rest = ctx.recompute.second_pass(of_outputs, of_state)
             total = rest if total is None else total.add_(rest)
         if total is None:
             return (None,) * (2 + len(parameters))
-        return None, total.table, *total.filled(ctx.sweep.plan)
+        return None, total.state, *total.filled(ctx.recompute.settings)
 
 
 @dataclass
 class _Gradients:
-    """Gradients of the table that came in and of the parameters; None for what was not used.
+    """Gradients of the incoming state and of the parameters; None for what was not used.
 
-    Those of the parameters are buffers of our own (`_sum` copies): what autograd returns may be shared memory.
+    Those of the parameters are buffers of our own (`_sum` copies): autograd may return shared memory.
     """
 
-    table: Tensor | None
+    state: Tensor | None
     parameters: list[Tensor | None]
 
     def scale_(self, factor: Tensor) -> "_Gradients":
-        together = []  # in one launch for all, which counts on a GPU
-        for gradient in [self.table, *self.parameters]:
+        same_type = []  # one launch for all of them, which matters on a GPU
+        for gradient in [self.state, *self.parameters]:
             if gradient is None:
                 continue
             if gradient.dtype == factor.dtype and gradient.device == factor.device:
-                together.append(gradient)
-            else:  # not in lower precision than float32, or the factor itself would be off by up to 0.4 %
+                same_type.append(gradient)
+            else:  # in float32 at least: rounding the factor would cost up to 0.4 %
                 exact = torch.promote_types(gradient.dtype, torch.float32)
                 gradient.copy_(gradient.to(exact) * factor.to(gradient.device))
-        if together:
-            torch._foreach_mul_(together, factor)
+        if same_type:
+            torch._foreach_mul_(same_type, factor)
         return self
 
     def add_(self, other: "_Gradients") -> "_Gradients":
-        self.table = _sum(self.table, other.table)
+        self.state = _sum(self.state, other.state)
         self.parameters = [_sum(a, b) for a, b in zip(self.parameters, other.parameters, strict=True)]
         return self
 
-    def filled(self, plan: Plan) -> list[Tensor | None]:
+    def filled(self, settings: UnrollSettings) -> list[Tensor | None]:
+        """The parameters' gradients, zeros included."""
         return [
-            torch.zeros_like(parameter) if gradient is None and parameter in plan.always else gradient
-            for parameter, gradient in zip(plan.parameters, self.parameters, strict=True)
+            torch.zeros_like(parameter) if gradient is None and parameter in settings.always else gradient
+            for parameter, gradient in zip(settings.parameters, self.parameters, strict=True)
         ]
 
 
@@ -212,14 +215,14 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b.clone() if a is None else a.add_(b)
 
 
-class _Sweep:
-    """The two passes over the cells, and what must be remembered between them: the states."""
+class _TwoPassRecompute:
+    """The two passes over the windows, and what is stored between them: the states."""
 
-    def __init__(self, plan: Plan, device: torch.device):
-        self.plan = plan
+    def __init__(self, settings: UnrollSettings, device: torch.device):
+        self.settings = settings
         self.device = device
-        self.tables: list[Tensor] = []
-        self.kept: dict[int, tuple[Tensor, Emission, Tensor]] = {}  # table before, emission and table after, with graph
+        self.states: list[Tensor] = []
+        self.kept: dict[int, tuple[Tensor, Outputs, Tensor]] = {}  # state before, outputs and state after, with graph
         self.autocast: dict[str, Any] = {
             "device_type": device.type,
             "enabled": torch.is_autocast_enabled(device.type),
@@ -227,124 +230,128 @@ class _Sweep:
             "cache_enabled": torch.is_autocast_cache_enabled(),
         }
         self.loss = torch.zeros((), device=device)
-        self.table = torch.empty(0)
+        self.final_state = torch.empty(0)
 
-    def first_pass(self, table: Tensor) -> tuple[list[Emission], Tensor]:
-        """Without a graph, but for the newest cells that may keep theirs: note the table before each cell. The last
-        cell is not run if only the loss is wanted and its graph is not kept."""
-        emissions = []
-        cells = self.plan.program.cells
-        keep = self._keepable()
-        for i in range(len(cells)):
-            self.tables.append(self._noted(table))
-            kept = self._keep(i, table) if keep[i] and not self.plan.allowance.full else None
+    def first_pass(self, state: Tensor) -> tuple[list[Outputs], Tensor]:
+        """Store the state before each window. Only windows that keep their activations run with a graph. The last
+        window does not run if only the loss is needed and its graph is not kept."""
+        settings, results = self.settings, []
+        batches = settings.program.batches
+        keepable = self._keepable()
+        for i in range(len(batches)):
+            self.states.append(self._stored(state))
+            kept = self._run_and_keep(i, state) if keepable[i] and not settings.budget.exhausted else None
             if kept is not None:
-                emitted, table = kept
-            elif self.plan.loss_only and i == len(cells) - 1:
+                outputs, state = kept
+            elif settings.loss_only and i == len(batches) - 1:
                 break
             else:
-                emitted, table = self.plan.advance(i, table, head=not self.plan.loss_only)
-            emissions.append(emitted)
-        torch.clear_autocast_cache()  # older torch would use weights cast without a graph a second time
-        return emissions, table
+                outputs, state = settings.run(i, state, with_outputs=not settings.loss_only)
+            results.append(outputs)
+        torch.clear_autocast_cache()  # older torch would reuse weights that were cast without a graph
+        return results, state
 
     def _keepable(self) -> list[bool]:
-        """Which cells keep their graph: the newest that may."""
-        kinds = [self.plan.program.kind(cell) for cell in reversed(self.plan.program.cells)]
-        return self.plan.allowance.windows(kinds, self.plan.parameters, self.device)[::-1]
+        """Which windows keep their graph: the newest that fit the budget."""
+        settings = self.settings
+        shapes = [settings.program.shape_key(batch) for batch in reversed(settings.program.batches)]
+        return settings.budget.keepable(shapes, settings.parameters, self.device)[::-1]
 
-    def _keep(self, i: int, table: Tensor) -> tuple[Emission, Tensor] | None:
-        """None where there was not as much memory as it seemed, since others use the device too."""
-        allowance = self.plan.allowance
+    def _run_and_keep(self, i: int, state: Tensor) -> tuple[Outputs, Tensor] | None:
+        """Run a window and keep its graph; None if memory ran out, since others use the device too."""
+        budget = self.settings.budget
         torch.clear_autocast_cache()  # as in the first pass
-        incoming = table.detach().requires_grad_()
+        incoming = state.detach().requires_grad_()
         try:
             with torch.enable_grad():
-                emitted, outgoing = self.plan.advance(i, incoming)
+                outputs, outgoing = self.settings.run(i, incoming)
         except torch.OutOfMemoryError:
-            if allowance.keep != "auto":
+            if budget.keep != "auto":
                 raise
-            allowance.full = True
-            self.kept.clear()  # or the second pass would find as little room
+            budget.exhausted = True
+            self.kept.clear()  # or the second pass would run out of memory too
             return None
-        self.kept[i] = incoming, emitted, outgoing
-        return tuple(tensor.detach() for tensor in emitted), outgoing.detach()
+        self.kept[i] = incoming, outputs, outgoing
+        return tuple(tensor.detach() for tensor in outputs), outgoing.detach()
 
-    def _noted(self, table: Tensor) -> Tensor:
-        if not self.plan.offload or table.device.type == "cpu":
-            return table
-        host = torch.empty_like(table, device="cpu", pin_memory=True)
-        return host.copy_(table, non_blocking=True)
+    def _stored(self, state: Tensor) -> Tensor:
+        if not self.settings.offload or state.device.type == "cpu":
+            return state
+        host = torch.empty_like(state, device="cpu", pin_memory=True)
+        return host.copy_(state, non_blocking=True)
 
     def second_pass(
-        self, emitted: Sequence[Tensor | None] | None, table: Tensor | None, prepay: bool = False
+        self, of_outputs: Sequence[Tensor | None] | None, of_state: Tensor | None, precompute: bool = False
     ) -> _Gradients:
-        """Newest cell first: run it with a graph, unless it has kept one, and pull the gradients through it.
+        """Newest window first: run it with a graph, unless it kept one, and backpropagate through it.
 
         Args:
-            emitted: gradients of what the cells emitted (with `loss_only` one for all of them).
-            table: gradient of the table after the last cell.
-            prepay: the call comes from the forward pass: the loss is not known yet, its gradient is taken to be 1.
+            of_outputs: gradients of the windows' outputs (with `loss_only` one for all of them).
+            of_state: gradient of the state after the last window.
+            precompute: called from the forward pass, before the gradient of the loss is known: it is taken to be 1.
         """
-        gradients = _Gradients(table, [None] * len(self.plan.parameters))
-        cells = self.plan.program.cells
-        with torch.enable_grad(), contextlib.nullcontext() if prepay else torch.autocast(**self.autocast):
-            for i in reversed(range(len(cells))):
+        gradients = _Gradients(of_state, [None] * len(self.settings.parameters))
+        batches = self.settings.program.batches
+        with torch.enable_grad(), contextlib.nullcontext() if precompute else torch.autocast(**self.autocast):
+            for i in reversed(range(len(batches))):
                 if i in self.kept:
                     incoming, outputs, outgoing = self.kept.pop(i)
                 else:
-                    incoming = self.tables[i].to(self.device).detach().requires_grad_()
-                    outputs, outgoing = self.plan.advance(i, incoming)
-                if prepay:
+                    incoming = self.states[i].to(self.device).detach().requires_grad_()
+                    outputs, outgoing = self.settings.run(i, incoming)
+                if precompute:
                     self.loss = self.loss + outputs[0].detach()
-                    if i == len(self.tables) - 1:
-                        self.table = outgoing.detach()
-                self._pull(gradients, incoming, outputs, outgoing, self._upstream(emitted, i, len(outputs)))
-        more = self.plan.program.gathered()  # buffers of our own already
-        if more:
-            pairs = zip(gradients.parameters, more, strict=True)
+                    if i == len(self.states) - 1:
+                        self.final_state = outgoing.detach()
+                upstream = self._upstream(of_outputs, i, len(outputs))
+                self._backward_through(gradients, incoming, outputs, outgoing, upstream)
+        accumulated = self.settings.program.accumulated_gradients()  # buffers of our own already
+        if accumulated:
+            pairs = zip(gradients.parameters, accumulated, strict=True)
             gradients.parameters = [b if a is None else _sum(a, b) for a, b in pairs]
         return gradients
 
-    def _upstream(self, emitted: Sequence[Tensor | None] | None, i: int, arity: int) -> Sequence[Tensor | None]:
-        if emitted is None:
+    def _upstream(self, of_outputs: Sequence[Tensor | None] | None, i: int, arity: int) -> Sequence[Tensor | None]:
+        """The gradients of the i-th window's outputs."""
+        if of_outputs is None:
             return [torch.ones((), device=self.loss.device)]
-        return emitted if self.plan.loss_only else emitted[i * arity : (i + 1) * arity]
+        return of_outputs if self.settings.loss_only else of_outputs[i * arity : (i + 1) * arity]
 
-    def _pull(
+    def _backward_through(
         self,
         gradients: _Gradients,
         incoming: Tensor,
-        outputs: Emission,
+        outputs: Outputs,
         outgoing: Tensor,
         upstream: Sequence[Tensor | None],
     ) -> None:
-        pairs = [*zip(outputs, upstream, strict=True), (outgoing, gradients.table)]
+        """Backpropagate through one window: add parameter gradients, replace the state's gradient."""
+        pairs = [*zip(outputs, upstream, strict=True), (outgoing, gradients.state)]
         pairs = [(output, gradient) for output, gradient in pairs if gradient is not None and output.requires_grad]
-        gradients.table = None
+        gradients.state = None
         if not pairs:
             return
-        table, *found = torch.autograd.grad(
+        state, *parameters = torch.autograd.grad(
             [output for output, _ in pairs],
-            [incoming, *self.plan.parameters],
+            [incoming, *self.settings.parameters],
             [gradient for _, gradient in pairs],
             allow_unused=True,
         )
-        gradients.table = table
-        gradients.parameters = [_sum(a, b) for a, b in zip(gradients.parameters, found, strict=True)]
+        gradients.state = state
+        gradients.parameters = [_sum(a, b) for a, b in zip(gradients.parameters, parameters, strict=True)]
 
 
 def draw_seeds(count: int) -> list[int]:
-    """As many seeds from the global generator."""
+    """Draw seeds from the global generator."""
     return torch.randint(2**62, (count,)).tolist()
 
 
 @contextlib.contextmanager
 def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
-    """Random numbers from a seed; afterwards every generator goes on where it was."""
+    """Draw random numbers from a seed inside; restore every generator afterwards."""
     modules = [(device, torch.get_device_module(device)) for device in devices if device.type != "cpu"]
     before = torch.get_rng_state(), [module.get_rng_state(device) for device, module in modules]
-    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would see to devices that are not there, in 2 ms
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would look for absent devices, for 2 ms
     for device, module in modules:
         with module.device(device):
             module.manual_seed(seed)

@@ -1,368 +1,339 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a window runs, captured as a CUDA graph: made again with other numbers in the same places, forwards and back.
+"""One window's forward pass, or forward and backward, captured as a CUDA graph and replayed with other inputs.
 
-Gradients of the parameters are summed up inside a recording; whoever makes it says where. When windows are recorded,
-and which recording serves which window, is `replay`'s.
+A graph reads its inputs from fixed buffers, to which each window's inputs are copied. Parameter gradients are
+accumulated inside the graph (`GradientAccumulator`). When windows are captured, and which graph serves which window, is
+decided in `graph_cache`.
 """
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..backbones import hooks
-from ..windows import IGNORE, Span
-from . import chunked_loss
-from .activation_budget import Kind
+from ..windows import IGNORE
+from . import loss
 from .autocast_weights import AutocastWeights
+from .window_model import WindowInputs, WindowModel, WindowOutputs
 
-AT_ONCE = 1 << 24  # numbers
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a window computes: a loss, if there are targets, or what the model's head needs, if outputs are wanted, and
-    states for the windows that follow.
-
-    Attributes:
-        ids, mask: tokens [b, n] and, where an encoder needs one, the attention mask.
-        leads, types: where rows have prefixes of their own, how long these are, [b, 1], and the token types [b, n].
-        carried: the state, all its numbers, [b, m], or None in a document's first window.
-        targets: what positions from `start` on are scored on, [b, n - start].
-        outputs: what positions from `start` on give out is wanted.
-        pooled: ranges of positions; a state is made of each.
-        kind: which windows take as much memory as this one (`memory`).
-    """
-
-    ids: Tensor
-    mask: Tensor | None = None
-    leads: Tensor | None = None
-    types: Tensor | None = None
-    carried: Tensor | None = None
-    targets: Tensor | None = None
-    start: int = 0
-    outputs: bool = False
-    pooled: tuple[Span, ...] = ()
-    kind: Kind = ()
-
-    def copied(self) -> "Work":
-        """The same on tensors of its own."""
-        found: dict[str, Any] = {
-            name: value.detach().clone() for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **found)
-
-
-# The summed loss, or outputs: for all [], for rows [b, k], for positions [b, n, ...]; and the states.
-Result = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+CHUNK = 1 << 24  # numbers added at a time
 
 
 class GradientAccumulator:
-    """What recordings share: where they sum up the gradients of the parameters, weights that are cast, and memory."""
+    """What the captured graphs of a model share: buffers for parameter gradients, cast weights, and a memory pool."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter] = (), casts: AutocastWeights | None = None):
+    def __init__(self, parameters: Sequence[nn.Parameter] = (), autocast_weights: AutocastWeights | None = None):
         self.parameters = list(parameters)
-        self.casts = casts or AutocastWeights()
-        self.sums: list[Tensor] = []
-        self.summed: set[int] = set()  # which of them have grown
+        self.autocast_weights = autocast_weights or AutocastWeights()
+        self.buffers: list[Tensor] = []
+        self.touched: set[int] = set()  # buffers that were added to
         self._pool: Any = None
 
-    def prepare(self) -> None:
-        if not self.sums:
-            self.sums = [torch.zeros_like(parameter) for parameter in self.parameters]
+    def allocate(self) -> None:
+        if not self.buffers:
+            self.buffers = [torch.zeros_like(parameter) for parameter in self.parameters]
 
     def add(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
-        """Add gradients to the sums of the parameters with these numbers."""
-        for piece in _pieces([(self.sums[number], gradient) for number, gradient in gradients]):
-            sums, found = [total for total, _ in piece], [gradient for _, gradient in piece]
-            if any(gradient.dtype != total.dtype for total, gradient in piece):  # or each would be added by itself
-                exact = [torch.empty_like(total) for total in sums]
-                torch._foreach_copy_(exact, found)
-                found = exact
-            torch._foreach_add_(sums, found)
+        """Add gradients to the buffers of the parameters with these numbers."""
+        for chunk in _chunks([(self.buffers[number], gradient) for number, gradient in gradients]):
+            buffers, grads = [buffer for buffer, _ in chunk], [gradient for _, gradient in chunk]
+            if any(gradient.dtype != buffer.dtype for buffer, gradient in chunk):  # foreach would add one by one
+                exact = [torch.empty_like(buffer) for buffer in buffers]
+                torch._foreach_copy_(exact, grads)
+                grads = exact
+            torch._foreach_add_(buffers, grads)
 
     def take(self) -> list[Tensor | None]:
-        """Gradients summed up since the last time, and from zero again."""
-        if not self.summed:
+        """Return the gradients accumulated since the last call, and start from zero."""
+        if not self.touched:
             return []
-        found = [total.clone() if i in self.summed else None for i, total in enumerate(self.sums)]
-        torch._foreach_zero_([self.sums[i] for i in self.summed])
-        self.summed.clear()
-        return found
+        gradients = [buffer.clone() if i in self.touched else None for i, buffer in enumerate(self.buffers)]
+        torch._foreach_zero_([self.buffers[i] for i in self.touched])
+        self.touched.clear()
+        return gradients
 
-    def renew(self) -> None:
-        """After the last recording is gone: a pool without any cannot be used again."""
+    def reset_pool(self) -> None:
+        """After the last graph is gone: a pool without graphs cannot be used again."""
         self._pool = None
 
     def pool(self, shared: bool = True) -> Any:
-        """Memory for recordings: shared by those that leave nothing behind, of its own for one that does."""
+        """A memory pool: shared by graphs that keep no activations, a pool of its own for one that does."""
         if not shared:
             return torch.cuda.graph_pool_handle()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         return self._pool
 
 
-def _pieces(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Sums and gradients, as many at a time as are enough for a GPU and little beside the weights."""
-    piece: list[tuple[Tensor, Tensor]] = []
+def _chunks(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Pairs in chunks that are large enough to use a GPU well and small beside the weights."""
+    chunk: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
-        if piece and sum(total.numel() for total, _ in (*piece, pair)) > AT_ONCE:
-            yield piece
-            piece = []
-        piece.append(pair)
-    if piece:
-        yield piece
+        if chunk and sum(buffer.numel() for buffer, _ in (*chunk, pair)) > CHUNK:
+            yield chunk
+            chunk = []
+        chunk.append(pair)
+    if chunk:
+        yield chunk
 
 
-class _Windows(nn.Module):
-    """A model whose call is one window."""
+class _WindowModule(nn.Module):
+    """A module whose call runs one window, for `functional_call`."""
 
     def __init__(self, model: Any):
         super().__init__()
         self.model = model
 
-    def forward(self, work: Work) -> Result:
-        return self.model._window(work)
+    def forward(self, window: WindowInputs) -> WindowOutputs:
+        return self.model.run_window(window)
 
-    def using(self, weights: dict[nn.Parameter, Tensor]) -> Callable[[Work], Result]:
-        """The same with other tensors in the place of some weights."""
+    def with_weights(self, weights: dict[nn.Parameter, Tensor]) -> Callable[[WindowInputs], WindowOutputs]:
+        """The same with other tensors in place of some weights."""
         named = {name: weights[p] for name, p in self.named_parameters() if p in weights}
-        return lambda work: torch.func.functional_call(self, named, (work,))
+        return lambda window: torch.func.functional_call(self, named, (window,))
 
 
 @dataclass(eq=False)
-class Hold:
-    """Goes with the graph that can be pulled through what a window left behind; or earlier.
+class ActivationLease:
+    """While it is alive, a backward pass still needs the captured activations.
 
     Attributes:
-        lasting: other calls may come before that.
+        lasting: other calls may come before that backward pass.
     """
 
     lasting: bool
 
 
 class CapturedForward:
-    """A window's work without gradients.
+    """A captured forward pass, without gradients.
 
     Attributes:
-        hold: what it left behind is needed still, as long as this gives something.
-        draws: it draws random numbers.
-        compiled: its layers were.
+        lease: weak reference to the lease on the activations, if there is one.
+        draws_random: the window draws random numbers.
+        compiled: its layers were compiled.
     """
 
     compiled = False
 
-    def __init__(self, model: Any, work: Work, gathering: GradientAccumulator):
-        self.hold: Callable[[], Hold | None] = _nothing
-        random = _random_state(work.ids.device)
-        with torch.inference_mode(False):  # what is made in that mode could not be written to outside it
-            self.work = work.copied()
-            with uncached_autocast(work.ids.device):
-                self._make(model, gathering)
-        self.draws = not torch.equal(random, _random_state(work.ids.device))
+    def __init__(self, model: WindowModel, window: WindowInputs, accumulator: GradientAccumulator):
+        self.lease: Callable[[], ActivationLease | None] = _no_lease
+        random = _rng_state(window.ids.device)
+        with torch.inference_mode(False):  # buffers made in inference mode could not be written to outside it
+            self.buffers = window.copy()
+            with uncached_autocast(window.ids.device):
+                self._capture(model, accumulator)
+        self.draws_random = not torch.equal(random, _rng_state(window.ids.device))
 
     @property
     def busy(self) -> bool:
-        return self.hold() is not None
+        return self.lease() is not None
 
-    def is_of(self, work: Work) -> bool:
-        """Whether it is of such windows exactly, and not of larger ones."""
-        made = self.work
-        same = made.ids.shape == work.ids.shape and made.pooled == work.pooled
-        return same and (made.mask is None) == (work.mask is None)
+    def matches(self, window: WindowInputs) -> bool:
+        """Whether it was captured for windows of exactly this shape, and not for larger ones."""
+        buffers = self.buffers
+        same = buffers.ids.shape == window.ids.shape and buffers.spans == window.spans
+        return same and (buffers.mask is None) == (window.mask is None)
 
-    def let_go(self) -> None:
-        """At the start of a call: one that was broken off needs nothing any longer."""
-        if (hold := self.hold()) is not None and not hold.lasting:
-            self.hold = _nothing
+    def release_unfinished(self) -> None:
+        """At the start of a call: a call that was aborted no longer needs its activations."""
+        if (lease := self.lease()) is not None and not lease.lasting:
+            self.lease = _no_lease
 
-    def _make(self, model: Any, gathering: GradientAccumulator) -> None:
-        window = _Windows(model).using(gathering.casts.now(self.work.ids.device))
+    def _capture(self, model: WindowModel, accumulator: GradientAccumulator) -> None:
+        run = _WindowModule(model).with_weights(accumulator.autocast_weights.current(self.buffers.ids.device))
         with torch.no_grad():
-            warm_up(lambda: window(self.work))
-            (self.given, self.states), self.replay = record(lambda: window(self.work), gathering.pool())
+            warm_up(lambda: run(self.buffers))
+            (self.outputs, self.states), self.replay = capture(lambda: run(self.buffers), accumulator.pool())
 
-    def __call__(self, work: Work, table: Tensor, lasting: bool) -> Result:
+    def __call__(self, window: WindowInputs, state: Tensor, lasting: bool) -> WindowOutputs:
         with torch.inference_mode(False), torch.no_grad():
-            self._fill(work)
+            self._fill(window)
             self.replay()
-            return self._result(work)
+            return self._results(window)
 
-    def _fill(self, work: Work) -> None:
-        """Copy a window to where the recording reads it. What it does not fill is read, and counts for nothing."""
-        rows, width = work.ids.shape
-        for name in ("ids", "leads", "types"):
-            place, given = getattr(self.work, name), getattr(work, name)
-            if place is not None:
-                place[:rows, : given.shape[1]].copy_(given)
-        if self.work.mask is not None:
-            hidden, shown = self.work.mask[:rows, width:], self.work.mask[:rows, :width]
-            hidden.zero_()
-            shown.fill_(1) if work.mask is None else shown.copy_(work.mask)
-        if work.targets is not None and self.work.targets is not None:
-            if work.targets.shape != self.work.targets.shape:
-                self.work.targets.fill_(IGNORE)
-            self.work.targets[:rows, : work.targets.shape[1]].copy_(work.targets)
-        if work.carried is not None and self.work.carried is not None:
-            self.work.carried[:rows].copy_(work.carried)
-            self.work.carried[rows:].zero_()  # of an earlier batch, perhaps not finite: no gradient is 0 times that
+    def _fill(self, window: WindowInputs) -> None:
+        """Copy a window into the buffers. Rows and positions that it does not fill are computed and ignored."""
+        rows, width = window.ids.shape
+        for name in ("ids", "prefix_lengths", "token_types"):
+            buffer, values = getattr(self.buffers, name), getattr(window, name)
+            if buffer is not None:
+                buffer[:rows, : values.shape[1]].copy_(values)
+        if self.buffers.mask is not None:
+            padding, visible = self.buffers.mask[:rows, width:], self.buffers.mask[:rows, :width]
+            padding.zero_()
+            visible.fill_(1) if window.mask is None else visible.copy_(window.mask)
+        if window.targets is not None and self.buffers.targets is not None:
+            if window.targets.shape != self.buffers.targets.shape:
+                self.buffers.targets.fill_(IGNORE)
+            self.buffers.targets[:rows, : window.targets.shape[1]].copy_(window.targets)
+        if window.state is not None and self.buffers.state is not None:
+            self.buffers.state[:rows].copy_(window.state)
+            self.buffers.state[rows:].zero_()  # an earlier batch's may not be finite, and 0 times that is NaN
 
-    def _result(self, work: Work) -> Result:
-        rows, width = len(work.ids), work.ids.shape[1] - work.start
-        given = (x if x.ndim == 0 else x[:rows] if x.ndim == 2 else x[:rows, :width] for x in self.given)
-        states = self.states if work.pooled else ()
-        return tuple(x.clone() for x in given), tuple(state[:rows].clone() for state in states)
+    def _results(self, window: WindowInputs) -> WindowOutputs:
+        rows, width = len(window.ids), window.ids.shape[1] - window.start
+        outputs = (x if x.ndim == 0 else x[:rows] if x.ndim == 2 else x[:rows, :width] for x in self.outputs)
+        states = self.states if window.spans else ()
+        return tuple(x.clone() for x in outputs), tuple(state[:rows].clone() for state in states)
 
 
 class CapturedForwardBackward(CapturedForward):
-    """A window's work, and the way back through it, which sums up the gradients of the parameters.
+    """A captured forward pass and its backward pass, which accumulates the gradients of the parameters.
 
     Attributes:
-        taken: bytes of its own, which stay taken between one window and the next.
+        activation_bytes: memory of its own, which stays allocated between windows.
     """
 
-    def _make(self, model: Any, gathering: GradientAccumulator) -> None:
-        # The parameters under another name: autograd may hold on to the end of the way to their gradients, on a stream
-        # that is not being recorded.
-        casts = gathering.casts.now(self.work.ids.device)
-        twins = {weight: casts.get(weight, weight).detach().requires_grad_() for weight in gathering.parameters}
-        window = _Windows(model).using({**casts, **twins})
-        inputs = [*twins.values()]
-        if self.work.carried is not None:
-            inputs.append(self.work.carried.requires_grad_())
+    def _capture(self, model: WindowModel, accumulator: GradientAccumulator) -> None:
+        # Aliases of the parameters: autograd may hold on to a parameter's gradient accumulation node, on a stream that
+        # is not being captured.
+        cast = accumulator.autocast_weights.current(self.buffers.ids.device)
+        aliases = {weight: cast.get(weight, weight).detach().requires_grad_() for weight in accumulator.parameters}
+        run = _WindowModule(model).with_weights({**cast, **aliases})
+        inputs = [*aliases.values()]
+        if self.buffers.state is not None:
+            inputs.append(self.buffers.state.requires_grad_())
 
-        def forward() -> Result:
-            given, states = window(self.work)
-            self.outputs = [*given, *states]
-            return tuple(x.detach() for x in given), tuple(x.detach() for x in states)
+        def forward() -> WindowOutputs:
+            outputs, states = run(self.buffers)
+            self.graph_outputs = [*outputs, *states]
+            return tuple(x.detach() for x in outputs), tuple(x.detach() for x in states)
 
         def backward() -> list[Tensor | None]:
-            # with frozen weights a first window's loss depends on nothing that is trained
-            pairs = [(x, up) for x, up in zip(self.outputs, self.upstream, strict=True) if x.requires_grad]
-            found: Sequence[Tensor | None] = [None] * len(inputs)
+            # With frozen weights, a first window's loss depends on nothing that is trained.
+            pairs = [(x, up) for x, up in zip(self.graph_outputs, self.upstream, strict=True) if x.requires_grad]
+            gradients: Sequence[Tensor | None] = [None] * len(inputs)
             if pairs:
-                found = torch.autograd.grad([x for x, _ in pairs], inputs, [up for _, up in pairs], allow_unused=True)
-            grown = [(i, gradient) for i, gradient in enumerate(found[: len(twins)]) if gradient is not None]
-            self.summed = [i for i, _ in grown]
-            gathering.add(grown)
-            return [None if self.work.carried is None else found[-1]]
+                outputs, upstream = [x for x, _ in pairs], [up for _, up in pairs]
+                gradients = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
+            used = [(i, gradient) for i, gradient in enumerate(gradients[: len(aliases)]) if gradient is not None]
+            self.used = [i for i, _ in used]
+            accumulator.add(used)
+            return [None if self.buffers.state is None else gradients[-1]]
 
         def both() -> None:
             forward()
-            self.upstream = [torch.zeros_like(output) for output in self.outputs]
-            backward()  # of zeros: the sums stay as they are
-            self.outputs = []  # or the end of the way to the gradients stays on this stream
+            self.upstream = [torch.zeros_like(output) for output in self.graph_outputs]
+            backward()  # of zeros: the accumulated gradients do not change
+            self.graph_outputs = []  # or gradient accumulation nodes stay on this stream
 
         with torch.enable_grad():
             warm_up(both)
-            before = reserved()
-            (self.given, self.states), self.replay = record(forward, gathering.pool(shared=False))
-            self.taken = max(reserved() - before, 0)
-            (self.of_carried,), self.replay_back = record(backward, gathering.pool())
-        self.outputs = []
-        self.all_summed = gathering.summed
+            before = reserved_memory()
+            (self.outputs, self.states), self.replay = capture(forward, accumulator.pool(shared=False))
+            self.activation_bytes = max(reserved_memory() - before, 0)
+            (self.state_gradient,), self.replay_backward = capture(backward, accumulator.pool())
+        self.graph_outputs = []
+        self.all_touched = accumulator.touched
 
-    def __call__(self, work: Work, table: Tensor, lasting: bool) -> Result:
-        found = _Replayed.apply(self, Hold(lasting), work, table, work.carried)
-        return found[: len(self.given)], found[len(self.given) :]
+    def __call__(self, window: WindowInputs, state: Tensor, lasting: bool) -> WindowOutputs:
+        results = _Replayed.apply(self, ActivationLease(lasting), window, state, window.state)
+        return results[: len(self.outputs)], results[len(self.outputs) :]
 
 
 class _Replayed(torch.autograd.Function):
-    """A recording as a differentiable function of the state. The table is an input as well, so that a first window,
-    which has none, is pulled through too."""
+    """A captured window as a differentiable function of its state. The state of all rows is an input as well: a first
+    window receives no state, and must still take part in the backward pass."""
 
     @staticmethod
-    def forward(ctx, recording: CapturedForwardBackward, hold: Hold, work: Work, table: Tensor, carried: Tensor | None):
+    def forward(
+        ctx,
+        graph: CapturedForwardBackward,
+        lease: ActivationLease,
+        window: WindowInputs,
+        all_rows: Tensor,
+        state: Tensor | None,
+    ):
         ctx.set_materialize_grads(False)
-        ctx.recording, ctx.hold, ctx.rows = recording, hold, len(work.ids)
-        recording.hold = weakref.ref(hold)
-        recording._fill(work)
-        recording.replay()
-        given, states = recording._result(work)
-        return *given, *states
+        ctx.graph, ctx.lease, ctx.rows = graph, lease, len(window.ids)
+        graph.lease = weakref.ref(lease)
+        graph._fill(window)
+        graph.replay()
+        outputs, states = graph._results(window)
+        return *outputs, *states
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients: Tensor | None):
-        recording, rows = ctx.recording, ctx.rows
-        padded = [*gradients, *[None] * (len(recording.upstream) - len(gradients))]
-        for buffer, gradient in zip(recording.upstream, padded, strict=True):
+        graph, rows = ctx.graph, ctx.rows
+        padded = [*gradients, *[None] * (len(graph.upstream) - len(gradients))]
+        for buffer, gradient in zip(graph.upstream, padded, strict=True):
             if gradient is None or gradient.shape != buffer.shape:
                 buffer.zero_()
             if gradient is not None:
                 buffer[tuple(map(slice, gradient.shape))].copy_(gradient)
-        recording.replay_back()
-        ctx.hold = None
-        recording.all_summed.update(recording.summed)
-        found = recording.of_carried
-        return None, None, None, None, None if found is None else found[:rows].clone()
+        graph.replay_backward()
+        ctx.lease = None
+        graph.all_touched.update(graph.used)
+        of_state = graph.state_gradient
+        return None, None, None, None, None if of_state is None else of_state[:rows].clone()
 
 
 def warm_up(function: Callable[[], Any], times: int = 3) -> None:
-    """Let libraries allocate and compilers compile what they need, which cannot be recorded."""
+    """Run a function before its capture: libraries allocate and compilers compile, which cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with hooks.plain_masks(), torch.cuda.stream(stream):  # or what is compiled now is not what is recorded
+    with hooks.maskless_attention(), torch.cuda.stream(stream):  # the same code path as the capture
         for _ in range(times):
             function()
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def record(function: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
-    """What a function gave while it was recorded, and how to have it made again in the same place."""
+def capture(function: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
+    """Capture a function: its result, and a function that computes it again in the same memory."""
     graph = torch.cuda.CUDAGraph()
     with (
-        torch.cuda.stream(torch.cuda.current_stream()),  # or a capture that fails leaves its own behind
-        hooks.plain_masks(),
+        torch.cuda.stream(torch.cuda.current_stream()),  # restores the stream if a capture fails
+        hooks.maskless_attention(),
         torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
     ):
         result = function()
     return result, graph.replay
 
 
-def reserved() -> int:
-    """Bytes that this process has taken from the GPU and cannot do without."""
+def reserved_memory() -> int:
+    """Bytes that this process holds on the GPU, after unused ones were returned."""
     if not torch.cuda.is_initialized():
         return 0
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
 
-def _nothing() -> None:
+def _no_lease() -> None:
     return None
 
 
-def _random_state(device: torch.device) -> Tensor:
+def _rng_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def uncached_autocast(device: torch.device) -> torch.autocast:
-    """Autocast as it is; but weights that were cast outside a recording would not be cast again inside."""
+    """Autocast as it is set, without its cache: weights that were cast before a capture would not be cast in it."""
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False)
 
 
 @contextlib.contextmanager
-def compiled(model: Any) -> Iterator[None]:
-    """Layers compiled, one like the other, which takes a twelfth of the time of a whole model of twelve; and the
-    recurrence, which is many small operations, and passes over all that is kept."""
-    parts = [*model.config.architecture.layer_list(model.backbone), model.recurrence]
-    # random numbers as they are drawn without compiler: both passes over a window must draw the same
+def compiled_layers(model: WindowModel) -> Iterator[None]:
+    """Compile the layers and the memories inside. All layers share one compilation, so that a model of twelve takes a
+    twelfth of the time of compiling it whole. Memories are many small operations on a large state."""
+    modules = [*model.config.architecture.layer_list(model.backbone), model.memory]
+    # Random numbers as without a compiler: both passes over a window must draw the same.
     options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
-    token = chunked_loss.FUSED.set(torch.compile(chunked_loss.fusable, **options))
-    own = [part.__dict__.get("forward") for part in parts]
-    for part in parts:
-        part.forward = torch.compile(part.forward, **options)
+    token = loss.COMPILED_LOSS.set(torch.compile(loss.fusable_loss, **options))
+    own_forwards = [module.__dict__.get("forward") for module in modules]
+    for module in modules:
+        module.forward = torch.compile(module.forward, **options)  # type: ignore[method-assign]
     try:
-        with torch._dynamo.config.patch(recompile_limit=64):  # a variant for each kind of window
+        with torch._dynamo.config.patch(recompile_limit=64):  # one variant for each window shape
             yield
     finally:
-        chunked_loss.FUSED.reset(token)
-        for part, forward in zip(parts, own, strict=True):
-            del part.forward
+        loss.COMPILED_LOSS.reset(token)
+        for module, forward in zip(modules, own_forwards, strict=True):
+            del module.forward
             if forward is not None:
-                part.forward = forward
+                module.forward = forward  # type: ignore[method-assign]

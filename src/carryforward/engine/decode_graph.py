@@ -1,55 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One more token in every row of a `window_cache`, captured as a CUDA graph: on a GPU a token is little work in many
-small kernels, as a window is. What it reads and writes are the cache's own buffers, which stay in place."""
+"""One decoding step, captured as a CUDA graph: one more token in every row of a `WindowCache`.
 
-from typing import Any
+On a GPU a token is little work in many small kernels, as a window is. What the step reads and writes are the cache's
+own buffers, which stay in place.
+"""
+
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..backbones import hooks
+from ..backbones.hooks import HookContext
 from . import cuda_graphs
+from .window_model import WindowModel
 
 
-def mode(model: Any) -> tuple:
-    """What a recorded step depends on that may change between two tokens."""
-    weight = model.recurrence.weight
-    device = weight.device.type
+class StepCache(Protocol):
+    """What a decoding step needs of a cache."""
+
+    positions: list[int]
+
+    def state_columns(self) -> dict[int, int]: ...
+
+    def rows_with_state(self) -> list[bool]: ...
+
+    def run_base(
+        self,
+        model: Any,
+        rows: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        unread: Tensor,
+        context: HookContext,
+        last: Tensor,
+    ) -> Tensor: ...
+
+
+def decode_key(model: WindowModel) -> tuple:
+    """What a captured step depends on that may change between two tokens."""
+    like = model.memory.like
+    device = like.device.type
     autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return *autocast, model.training, weight.dtype, next(model.parameters()).data_ptr()
+    training: bool = model.training  # type: ignore[attr-defined]
+    return *autocast, training, like.dtype, next(iter(model.parameters())).data_ptr()
 
 
 class DecodeGraph:
-    """One more token in every row of a `WindowCache`, as a recording that reads and writes its buffers."""
+    """A captured decoding step that reads and writes the buffers of a cache."""
 
-    def __init__(self, cache: Any, model: Any, column: Tensor):
+    def __init__(self, cache: StepCache, model: WindowModel, column: Tensor):
         device = model.device
         self.column = column.to(device).clone()
         self.rows = torch.arange(len(column), device=device)
         self.position = torch.zeros(len(column), 1, dtype=torch.long, device=device)
         self.new = torch.ones_like(self.position)
-        self.seen = torch.zeros(len(column), dtype=torch.bool, device=device)
-        self.last = torch.zeros(1, dtype=torch.long, device=device)  # kept: a recording does not own what it reads
+        self.with_state = torch.zeros(len(column), dtype=torch.bool, device=device)
+        self.last = torch.zeros(1, dtype=torch.long, device=device)  # stored: a graph does not own what it reads
         self.counts: list[int] = []
         self._refresh(cache)
 
-        def step() -> Tensor:  # its effects are the same however often it is run
-            carry = hooks.HookContext()
-            carry.held, carry.seen = cache._held(), self.seen
-            return cache._run(model, self.rows, self.column, self.position, self.new == 0, carry, self.last)
+        def step() -> Tensor:  # idempotent: running it again changes nothing
+            context = HookContext()
+            context.state_columns, context.rows_with_state = cache.state_columns(), self.with_state
+            return cache.run_base(model, self.rows, self.column, self.position, self.new == 0, context, self.last)
 
-        self.mode = mode(model)
+        self.key = decode_key(model)
         with cuda_graphs.uncached_autocast(device):
             cuda_graphs.warm_up(step, times=1)  # nothing is compiled
-            self.logits, self.replay = cuda_graphs.record(step, None)
+            self.logits, self.replay = cuda_graphs.capture(step, None)
 
-    def _refresh(self, cache: Any) -> None:
-        """Where rows stand, after they were moved by other means."""
-        self.position.copy_(torch.tensor(cache._position)[:, None])
-        self.seen.copy_(torch.tensor([cache._sees_state(row) for row in range(cache._batch)]))
+    def _refresh(self, cache: StepCache) -> None:
+        """Copy the rows' positions, after they moved by other means."""
+        self.position.copy_(torch.tensor(cache.positions)[:, None])
+        self.with_state.copy_(torch.tensor(cache.rows_with_state()))
         self.stale = False
 
-    def __call__(self, cache: Any, column: Tensor, new: list[int]) -> Tensor:
+    def __call__(self, cache: StepCache, column: Tensor, new: list[int]) -> Tensor:
+        """The logits after one more column of tokens.
+
+        Args:
+            new: for each row 1, or 0 if it has ended and reads nothing.
+        """
         if self.stale:
             self._refresh(cache)
         if new != self.counts:

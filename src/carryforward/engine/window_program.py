@@ -1,104 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The windows of one call of a model, as `bptt` unrolls them: which rows run together, and where their states go."""
+"""The windows of one call as the program that `bptt` unrolls: which rows run together, and where their states go."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import bptt
-from .cuda_graphs import Result, Work
-from .graph_cache import Call
-from .window_batches import Cell, Reading
+from .batch_plan import BatchPlan
+from .graph_cache import GraphSession
+from .run_policy import RunPolicy
+from .window_batches import WindowBatch
+from .window_model import RunWindow, ShapeKey, WindowInputs, WindowModel
 
 
 @dataclass(frozen=True)
-class Emit:
-    """What windows give out, where that is not their loss.
+class OutputSpec:
+    """What windows give out, if not their loss.
 
     Attributes:
-        of: makes it, from a cell and what the model gave for it (`_given`).
-        start: the first position of a cell from which on something is wanted.
+        make: makes it, from a window batch and what the model's `run_window` returned for it.
+        start: the first position of a window batch from which on outputs are needed.
+        record_attention: whether attention to the state is recorded too.
     """
 
-    of: Callable[..., bptt.Emission]
-    start: Callable[[Cell], int] = lambda cell: 0
+    make: Callable[..., bptt.Outputs]
+    start: Callable[[WindowBatch], int] = lambda batch: 0
+    record_attention: bool = False
 
 
-class Program(bptt.Program):
-    """One call's windows, for `bptt.unroll`. Without `emit` a window gives the summed loss of its targets."""
+class WindowProgram(bptt.Program):
+    """One call's window batches, for `bptt.unroll`. Without `outputs` a window gives the summed loss of its targets."""
 
     def __init__(
         self,
-        model: Any,
-        reading: Reading,
-        emit: Emit | None,
-        graph_cache: Call | None = None,
-        setting: tuple = (),
-        window: Callable[[Work], Result] | None = None,
+        model: WindowModel,
+        plan: BatchPlan,
+        outputs: OutputSpec | None,
+        policy: RunPolicy,
+        run_window: RunWindow,
+        session: GraphSession | None = None,
     ):
-        """
-        Args:
-            setting: what the memory of a window depends on beside its shape.
-            window: runs a window, if not the model's own way.
-        """
         self.model = model
-        self.reading = reading
-        self.emit = emit
-        self.graph_cache = graph_cache
-        self.setting = setting
-        self.window = window or model._window
-        self.cells: list[Cell | None] = [*reading.cells]
-        self.inputs = [reading.tokens] if reading.labels is None else [reading.tokens, reading.labels]
+        self.plan = plan
+        self.outputs = outputs
+        self.policy = policy
+        self.run_window = run_window
+        self.session = session
+        self.batches: list[WindowBatch | None] = [*plan.batches]
+        self.inputs = [plan.tokens] if plan.labels is None else [plan.tokens, plan.labels]
+        self._policy_key = policy.training, len(policy.trainable)
 
-    def idle(self) -> None:
-        """Wait for the other ranks: as many cells as the one with the most, those beyond our own without effect."""
-        most = torch.tensor(len(self.cells), device=self.model.device)
+    def pad_to_longest_rank(self) -> None:
+        """Add empty steps, so that all ranks run as many windows as the one with the most."""
+        most = torch.tensor(len(self.batches), device=self.model.device)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        self.cells += [None] * (int(most) - len(self.cells))
+        self.batches += [None] * (int(most) - len(self.batches))
 
-    def kind(self, cell: Cell | None) -> tuple:
-        if cell is None:
+    def shape_key(self, batch: WindowBatch | None) -> ShapeKey:
+        if batch is None:
             return ()
-        weight = self.model.recurrence.weight
-        autocast = torch.is_autocast_enabled(weight.device.type)
-        settings = self.emit is None, autocast, weight.dtype, self.reading.masked(cell), *self.setting
-        return len(cell.rows), cell.width, cell.has_state, *settings
+        like = self.model.memory.like
+        autocast = torch.is_autocast_enabled(like.device.type)
+        settings = self.outputs is None, autocast, like.dtype, batch.masked, *self._policy_key
+        return len(batch.rows), batch.width, batch.has_state, *settings
 
-    def gathered(self) -> list[Tensor | None]:
-        return [] if self.graph_cache is None else self.graph_cache.gathered()
+    def accumulated_gradients(self) -> list[Tensor | None]:
+        return [] if self.session is None else self.session.accumulated_gradients()
 
-    def advance(self, cell: Cell | None, table: Tensor, head: bool) -> tuple[bptt.Emission, Tensor]:
-        reading, model = self.reading, self.model
-        if cell is None:
-            ids = reading.tokens.new_zeros(1, 1)
-            return (model.base(input_ids=ids, use_cache=False).logits.sum() * 0,), table
-        pooled = reading.pooled(cell) if reading.use_state else {}
-        if not head and not pooled:
-            return (), table
-        everyone = len(cell.rows) == len(table)
-        carried = None
-        if cell.has_state:
-            carried = table if everyone else table.index_select(0, reading.index(cell.rows))
-            if any(cell.cut):
-                carried = torch.where(reading.index(cell.cut)[:, None], carried.detach(), carried)
+    def run(self, batch: WindowBatch | None, state: Tensor, with_outputs: bool) -> tuple[bptt.Outputs, Tensor]:
+        if batch is None:
+            return (self.model.run_empty(),), state
+        spans = batch.state_spans() if self.plan.use_state else {}
+        if not with_outputs and not spans:
+            return (), state
         start, targets = 0, None
-        if head:
-            start = reading.scored_from(cell) if self.emit is None else self.emit.start(cell)
-            targets = reading.targets(cell, start) if self.emit is None else None
-        outputs = head and self.emit is not None
-        work = Work(
-            *reading.inputs(cell), *reading.fronts(cell), carried, targets, start, outputs, tuple(pooled),
-            self.kind(cell),
-        )  # fmt: skip
-        emitted, states = self.window(work) if self.graph_cache is None else self.graph_cache.run(work, table)
-        if self.emit is not None and head:
-            emitted = self.emit.of(cell, *emitted)
-        for new, done in zip(states, pooled.values(), strict=True):
-            if len(done) < len(table):
-                rows = reading.index([cell.rows[i] for i in done])
-                new = table.index_copy(0, rows, new.index_select(0, reading.index(done)))
-            table = new
-        return emitted, table
+        if with_outputs:
+            start = batch.first_scored if self.outputs is None else self.outputs.start(batch)
+            targets = batch.targets(start) if self.outputs is None else None
+        window = WindowInputs(
+            *batch.inputs(),
+            *batch.prefix_inputs(),
+            state=self._incoming(batch, state),
+            targets=targets,
+            start=start,
+            outputs=with_outputs and self.outputs is not None,
+            record_attention=self.outputs is not None and self.outputs.record_attention,
+            chunked_loss=not self.policy.sharded,
+            spans=tuple(spans),
+            shape_key=self.shape_key(batch),
+        )
+        outputs, new_states = self.run_window(window, state)
+        if self.outputs is not None and with_outputs:
+            outputs = self.outputs.make(batch, *outputs)
+        for new, rows in zip(new_states, spans.values(), strict=True):
+            state = self._updated(batch, state, new, rows)
+        return outputs, state
+
+    def _incoming(self, batch: WindowBatch, state: Tensor) -> Tensor | None:
+        """The state that the batch's rows receive, [b, m]."""
+        if not batch.has_state:
+            return None
+        plan, all_rows = self.plan, len(batch.rows) == len(state)
+        incoming = state if all_rows else state.index_select(0, plan.index(batch.rows))
+        if any(batch.detach):
+            incoming = torch.where(plan.index(batch.detach)[:, None], incoming.detach(), incoming)
+        return incoming
+
+    def _updated(self, batch: WindowBatch, state: Tensor, new: Tensor, finished: list[int]) -> Tensor:
+        """The state of all rows after the finished windows of a batch."""
+        if len(finished) == len(state):
+            return new
+        plan = self.plan
+        rows = plan.index([batch.rows[i] for i in finished])
+        return state.index_copy(0, rows, new.index_select(0, plan.index(finished)))

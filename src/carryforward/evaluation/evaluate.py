@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job behind `carryforward evaluate`: a model and a corpus in, a result with one row per overlap out.
+"""`carryforward evaluate`: the perplexity of a model on a corpus, one row per overlap.
 
-The result is plain JSON; `report` says what is in it.
+The result is plain JSON, described in `report`.
 """
 
 import dataclasses
@@ -17,95 +17,103 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .. import windows
 from ..backbones.architectures import is_supported, positions_of
 from ..config import RecurrentModelConfig
-from ..data.corpora import open_corpus, usual_split
-from ..data.documents import Documents, tokenise
+from ..data.corpora import default_split
+from ..data.documents import Documents, load_documents
 from ..engine.graph_cache import FastPath
+from ..memories.vector import VectorMemoryConfig
 from ..models import argument_checks
 from ..models.add_recurrence import add_recurrence
 from ..models.base import RecurrentPreTrainedModel
 from ..models.loading import Loaded, check_window, describe_causal, load_causal, usable_device
+from ..presets import MAX_DEFAULT_WINDOW, PAPER_WINDOW
 from ..settings import EvaluateSettings
-from ..utils import console
+from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
 from .flops import flops_per_token
 from .perplexity import Perplexity, check_positions, perplexity
-
-_AT_ONCE = 1024  # a plain model with more positions must be told how many to use
 
 
 def evaluate(
     name: str, settings: EvaluateSettings, *, device: str | None = None, fast_path: FastPath = "auto", seed: int = 0
 ) -> dict[str, Any]:
-    """Perplexity of a model at each overlap, beside what it costs and, for a recurrent one, what the state is worth.
+    """Measure the perplexity of a model at each overlap, with FLOPs and, for a recurrent model, without the state.
 
     Args:
-        fast_path: how windows are run on a GPU; "compiled" pays for millions of tokens.
+        fast_path: how windows are run on a GPU; "compiled" pays off for millions of tokens.
+        seed: written to the result; the evaluation itself is deterministic.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("evaluate runs in one process: start it without torchrun.")
     device = usable_device(device)
-    split = usual_split(settings.data, "test") if settings.split is None else settings.split
-    torch.manual_seed(seed)  # nothing here is random; said in the result all the same
+    split = default_split(settings.data, "test") if settings.split is None else settings.split
+    torch.manual_seed(seed)
     loaded = load_causal(name)
-    window, trained = _reading(name, loaded.model.config, loaded.run, settings.window)
+    window, trained_overlap = _window_and_overlap(name, loaded.model.config, loaded.run, settings.window)
     documents = _documents(settings, split, loaded.tokenizer)
-    targets = int((documents.lengths - 1).clip(min=0).sum())
-    reader = _reader(loaded, window).to(device)  # type: ignore[arg-type]
-    if isinstance(reader, RecurrentPreTrainedModel):
-        reader.fast_path = fast_path
-    overlaps = settings.overlap or (trained or 0,)
-    runs = [(overlap, True) for overlap in overlaps]
+    model = _wrap_plain(loaded, window).to(device)  # type: ignore[arg-type]
+    if isinstance(model, RecurrentPreTrainedModel):
+        model.fast_path = fast_path
+    overlaps = settings.overlap or (trained_overlap or 0,)
+    runs = [(overlap, loaded.recurrent) for overlap in overlaps]
     if loaded.recurrent and settings.control:
         runs += [(overlap, False) for overlap in overlaps]
+    targets = int((documents.lengths - 1).clip(min=0).sum())
     rows = []
-    with console.Bar(f"evaluating {name}", len(runs) * targets, "tokens") as bar:
+    with ProgressBar(f"evaluating {name}", len(runs) * targets, "tokens") as bar:
         for overlap, use_state in runs:
             begun = time.perf_counter()
             with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=settings.bf16):
                 score = perplexity(
-                    reader, documents, overlap=overlap, window=window, use_state=use_state and loaded.recurrent,
+                    model, documents, overlap=overlap, window=window, use_state=use_state,
                     reset_every=settings.reset_every, batch_size=settings.batch_size, progress=bar.advance,
                 )  # fmt: skip
-            if not math.isfinite(score.nats):
-                raise ArithmeticError(
-                    f"{name} gives no finite likelihoods at overlap {overlap}: its weights hold NaN or are far too "
-                    "large. Evaluate an earlier checkpoint, or train again with a smaller learning rate."
-                )
-            told = {"overlap": overlap, "use_state": use_state and loaded.recurrent,
-                    "untrained_overlap": loaded.recurrent and overlap != trained}  # fmt: skip
-            cost = {"flops": _flops(loaded, window, overlap, use_state), "seconds": time.perf_counter() - begun}
-            rows.append({**told, **dataclasses.asdict(score), **_ratios(score), **cost})
+            _check_finite(score, name, overlap)
+            rows.append({
+                "overlap": overlap,
+                "use_state": use_state,
+                "untrained_overlap": loaded.recurrent and overlap != trained_overlap,
+                **dataclasses.asdict(score),
+                **_ratios(score),
+                "flops": _flops(loaded, window, overlap, use_state),
+                "seconds": time.perf_counter() - begun,
+            })  # fmt: skip
     return {
         "kind": "evaluation",
         **provenance(device),
         "seed": seed,
-        "settings": {one: getattr(settings, one) for one in ("batch_size", "bf16", "reset_every")},
-        "model": _about_model(loaded, window, trained),
+        "settings": {field: getattr(settings, field) for field in ("batch_size", "bf16", "reset_every")},
+        "model": _describe_model(loaded, window, trained_overlap),
         "data": documents.about(),
         "rows": rows,
     }
 
 
 def check(name: str, settings: EvaluateSettings) -> None:
-    """Refuse a model that cannot be evaluated so, by its config alone: before others are scored for hours."""
+    """Raise ValueError if the model cannot be evaluated with these settings. Reads only the config, so that several
+    models can be checked before the first is scored."""
     config, run = describe_causal(name)
-    window, _ = _reading(name, config, run, settings.window)
+    window, _ = _window_and_overlap(name, config, run, settings.window)
     for overlap in settings.overlap or ():
         if isinstance(config, RecurrentModelConfig):
-            argument_checks.overlap(config, overlap)
+            argument_checks.check_overlap(config, overlap)
         else:
             windows.check(window, overlap)
 
 
 def _documents(settings: EvaluateSettings, split: str, tokenizer: Any) -> Documents:
     checksums = None if settings.checksums is None else Path(settings.checksums)
-    corpus = open_corpus(settings.data, split, text_field=settings.text_field, checksums=checksums)
-    documents = tokenise(corpus, tokenizer, max_tokens=settings.max_document_tokens)
-    if not (documents.lengths > 1).any():
-        raise ValueError(
-            f"{settings.data}, split {split!r}: no document has a second token to predict. Give longer documents."
+    return load_documents(
+        settings.data, split, tokenizer, text_field=settings.text_field, checksums=checksums,
+        max_tokens=settings.max_document_tokens, require_targets=True,
+    )  # fmt: skip
+
+
+def _check_finite(score: Perplexity, name: str, overlap: int) -> None:
+    if not math.isfinite(score.nats):
+        raise ArithmeticError(
+            f"{name} gives no finite likelihoods at overlap {overlap}: its weights hold NaN or are far too large. "
+            "Evaluate an earlier checkpoint, or train again with a smaller learning rate."
         )
-    return documents
 
 
 def _flops(loaded: Loaded, window: int, overlap: int, use_state: bool) -> dict[str, float | None]:
@@ -115,31 +123,31 @@ def _flops(loaded: Loaded, window: int, overlap: int, use_state: bool) -> dict[s
 
 
 def _ratios(score: Perplexity) -> dict[str, float | None]:
-    """JSON knows neither infinity nor NaN: what has no number is null."""
+    """Perplexities and bits per byte; None (null) for infinity and NaN, which JSON does not have."""
     names = ("word_perplexity", "token_perplexity", "bits_per_byte")
     return {name: value if math.isfinite(value := getattr(score, name)) else None for name in names}
 
 
-def _reader(loaded: Loaded, window: int) -> PreTrainedModel:
-    """A plain model inside a recurrent one, whose state is never used: its windows are then run as fast as those of
-    others. As it is where its type is not supported."""
+def _wrap_plain(loaded: Loaded, window: int) -> PreTrainedModel:
+    """Wrap a plain model of a supported type as a recurrent model, to run its windows on the same fast path. The state
+    of the wrapper is never used."""
     if loaded.recurrent or not is_supported(loaded.model.config):
         return loaded.model
-    return add_recurrence(loaded.model, window=window, insert_at=1)
+    return add_recurrence(loaded.model, window=window, memory=VectorMemoryConfig(insert_at=1))
 
 
-def _reading(
+def _window_and_overlap(
     name: str, config: PreTrainedConfig, run: dict[str, Any] | None, window: int | None
 ) -> tuple[int, int | None]:
-    """The window, and the overlap a recurrent model was trained at."""
+    """The window to read with, and the overlap that a recurrent model was trained at (None for a plain model)."""
     if isinstance(config, RecurrentModelConfig):
         recurrence = config.recurrence
         check_window(name, config, window)
         return recurrence.window, recurrence.overlap
     if window is None and run is not None:
-        window = run.get("circumstances", {}).get("window") or run["settings"].get("window") or 300
+        window = run.get("circumstances", {}).get("window") or run["settings"].get("window") or PAPER_WINDOW
     positions = positions_of(config)
-    if window is None and positions is not None and positions <= _AT_ONCE:
+    if window is None and positions is not None and positions <= MAX_DEFAULT_WINDOW:
         window = positions
     if window is None:
         raise ValueError(f"{name} is a plain model: say with --window how many tokens it reads at once.")
@@ -147,15 +155,15 @@ def _reading(
     return window, None
 
 
-def _about_model(loaded: Loaded, window: int, trained: int | None) -> dict[str, Any]:
+def _describe_model(loaded: Loaded, window: int, trained_overlap: int | None) -> dict[str, Any]:
     recurrence = loaded.model.config.recurrence if loaded.recurrent else None
     return {
         "name": loaded.name,
         "base": loaded.run["settings"].get("model") if loaded.run else loaded.name,
         "recurrent": loaded.recurrent,
         "parameters": loaded.model.num_parameters(),
-        "trained_overlap": trained,
+        "trained_overlap": trained_overlap,
         "trained_tokens": loaded.run.get("tokens") if loaded.run else None,
         "window": window,
-        "recurrence": dataclasses.asdict(recurrence) if recurrence else None,
+        "recurrence": recurrence.to_dict() if recurrence else None,
     }

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perplexity of whole documents at any overlap, for recurrent and plain causal models alike (section 4.2).
+"""Perplexity of whole documents at any overlap, for recurrent and plain causal models (section 4.2 of the paper).
 
-Every token of a document but its first is scored exactly once. Sums first, the ratio last: results of splits, batches
-and processes add up. Words and bytes are those of the original text, so models with different tokenizers compare.
+Every token of a document except its first is scored exactly once. Results hold sums, and ratios are computed last, so
+results of splits, batches and processes can be added. Words and bytes are counted in the original text, so models with
+different tokenizers can be compared.
 """
 
 import math
@@ -22,26 +23,28 @@ from transformers.models.auto.modeling_auto import (
 
 from .. import windows
 from ..backbones.architectures import positions_of
-from ..data.samples import by_length, collate, cut, sample
+from ..data.samples import collate, make_sample, sample_spans
 from ..models import argument_checks
 from ..models.base import RecurrentPreTrainedModel, eval_mode
 from ..models.causal_lm import RecurrentForCausalLM
+from ..models.outputs import RecurrentOutput
+from ..models.streaming import Piece, stream_documents
 from ..state import State
-from ..utils.peft import unwrapped
+from ..utils.peft import get_recurrent_model
 from ..windows import IGNORE
 
-WINDOWS_PER_CALL = 16  # how much of each document one call reads; only speed and the progress bar notice
+WINDOWS_PER_CALL = 16  # of each document; affects only speed and how often progress is reported
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a model made of a set of documents. Two of them add up.
+    """Sums over a set of documents, from which perplexity is computed. Results can be added with +.
 
     Attributes:
         nats: summed negative log-likelihood of the scored tokens.
-        tokens: how many were scored.
-        words, bytes, line_ends: of the documents' text; 0 when unknown.
-        documents: how many documents.
+        tokens: number of scored tokens.
+        words, bytes, line_ends: counts of the documents' text; 0 if unknown.
+        documents: number of documents.
     """
 
     nats: float = 0.0
@@ -56,7 +59,7 @@ class Perplexity:
 
     @property
     def word_perplexity(self) -> float:
-        """exp(nats / words), the paper's measure."""
+        """exp(nats / words), the metric of the paper."""
         return _exp(self.nats, self.words)
 
     @property
@@ -82,53 +85,58 @@ def perplexity(
     """Score documents with a causal language model.
 
     Args:
-        model: a recurrent model, or any causal language model of Hugging Face's.
-        documents: token ids of each document; `Documents` knows the words and bytes of its text as well.
-        overlap: tokens consecutive windows share; a recurrent model's own by default, 0 for a plain one.
-        window: tokens a plain model reads at once; a recurrent model knows its own.
-        use_state: False removes the state from a recurrent model: the control.
-        reset_every: start with an empty state after every so many windows, as training did.
-        batch_size: documents (for a plain model, windows) read side by side.
-        progress: called with the number of tokens just scored.
+        model: a recurrent model, or any causal language model of Hugging Face.
+        documents: token ids of each document. `Documents` also counts the words and bytes of the text.
+        overlap: tokens that consecutive windows share; by default that of the config, or 0 for a plain model.
+        window: tokens in a window, for plain models only; a recurrent model has its window in the config.
+        use_state: False removes the state of a recurrent model: the control.
+        reset_every: reset the state after this many windows, as in training.
+        batch_size: documents (for a plain model: windows) in a batch.
+        progress: called with the number of newly scored tokens.
     """
-    model = unwrapped(model)
-    if not _is_causal(model):
-        raise ValueError(f"perplexity needs a causal language model, not {type(model).__name__}.")
-    recurrence = model.config.recurrence if isinstance(model, RecurrentPreTrainedModel) else None
-    if recurrence is None and window is None:
-        raise ValueError("window is missing: a plain model must be told how many tokens to read at once.")
-    if recurrence is not None and window not in (None, recurrence.window):
-        raise ValueError(
-            f"window={window}: this recurrent model reads {recurrence.window} tokens at once. Leave it out."
-        )
+    model = get_recurrent_model(model)
+    window = _window_of(model, window)
     for name, value in (("batch_size", batch_size), ("reset_every", reset_every)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
-    size = recurrence.window if recurrence else window
-    assert size is not None
-    if recurrence is None:
-        check_positions(model.config, size)
+    recurrence = model.config.recurrence if isinstance(model, RecurrentPreTrainedModel) else None
     overlap = (recurrence.overlap if recurrence else 0) if overlap is None else overlap
-    windows.check(size, overlap)
+    windows.check(window, overlap)
     counts = {name: _count(documents, name) for name in ("words", "bytes", "line_ends")}
     with eval_mode(model), torch.inference_mode():
         if recurrence is None:
-            parts = _alone(model, documents, size, overlap, batch_size)
-        elif reset_every is not None or not use_state:  # without a state a document may be cut anywhere
-            parts = _pieces(model, documents, overlap, reset_every or WINDOWS_PER_CALL, batch_size, use_state)
+            losses = _score_windows(model, documents, window, overlap, batch_size)
+        elif reset_every is not None or not use_state:  # without a state, a document can be split at any window
+            windows_per_sample = reset_every or WINDOWS_PER_CALL
+            losses = _score_samples(model, documents, overlap, windows_per_sample, batch_size, use_state)
         else:
-            parts = _streams(model, documents, overlap, batch_size)
+            losses = _score_documents(model, documents, overlap, batch_size)
         nats, tokens = torch.zeros((), dtype=torch.float64), 0
-        for nll_sum, scored in parts:
+        for nll_sum, scored in losses:
             nats = nats.to(nll_sum.device) + nll_sum.double()
             tokens += scored
             progress(scored)
     return Perplexity(nats=float(nats), tokens=tokens, documents=len(documents), **counts)
 
 
+def _window_of(model: PreTrainedModel, window: int | None) -> int:
+    """The window that documents are read with; raises ValueError if the model cannot score documents with it."""
+    if not _is_causal(model):
+        raise ValueError(f"perplexity needs a causal language model, not {type(model).__name__}.")
+    if isinstance(model, RecurrentPreTrainedModel):
+        own = model.config.recurrence.window
+        if window not in (None, own):
+            raise ValueError(f"window={window}: this recurrent model reads {own} tokens at once. Leave it out.")
+        return own
+    if window is None:
+        raise ValueError("window is missing: give the number of tokens that the plain model reads at once.")
+    check_positions(model.config, window)
+    return window
+
+
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Not an encoder, which sees the tokens it is asked for and would be given a number all the same. A class that
-    transformers does not know is trusted."""
+    """False for encoders: they see the tokens to predict, so their perplexity would be meaningless. A class unknown to
+    transformers counts as causal if it has output embeddings."""
     if isinstance(model, RecurrentPreTrainedModel):
         return isinstance(model, RecurrentForCausalLM)
     names = {cls.__name__ for cls in type(model).__mro__}
@@ -138,64 +146,78 @@ def _is_causal(model: PreTrainedModel) -> bool:
 
 
 def check_positions(config: PreTrainedConfig, window: int) -> None:
-    """Refuse a window that a plain model has no positions for."""
+    """Raise ValueError if a plain model has fewer positions than the window has tokens."""
     positions = positions_of(config)
     if positions is not None and window > positions:
         raise ValueError(f"window={window}: this model has {positions} positions. Use {positions} or less.")
 
 
-def _alone(
+def _score_windows(
     model: PreTrainedModel, documents: Sequence[Any], window: int, overlap: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int]]:
-    """Windows that know nothing of each other run side by side, of whichever document."""
+    """Score independent windows with a plain model; a batch may hold windows of several documents.
+
+    Yields:
+        The summed negative log-likelihood of a batch, and the number of scored tokens.
+    """
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     for batch in _batches(documents, window, overlap, 1, batch_size):
-        argument_checks.vocabulary(batch["input_ids"], batch["attention_mask"], vocabulary)
+        argument_checks.check_vocabulary(batch["input_ids"], batch["attention_mask"], vocabulary)
         ids, labels = batch["input_ids"].to(model.device), batch["labels"][:, 1:]
-        first = int((labels != IGNORE).any(dim=0).nonzero()[0])  # nothing before is scored
-        # padding stands on the right, where no token of a causal model sees it
+        first = int((labels != IGNORE).any(dim=0).nonzero()[0])  # logits before this position are not needed
+        # no mask: padding is on the right, and causal attention does not look there
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, first:].float()
         targets = labels[:, first:].to(logits.device)
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
         yield nll.double().sum(), int((labels != IGNORE).sum())
 
 
-def _pieces(
-    model: PreTrainedModel, documents: Sequence[Any], overlap: int, count: int, batch_size: int, use_state: bool
+def _score_samples(
+    model: PreTrainedModel,
+    documents: Sequence[Any],
+    overlap: int,
+    windows_per_sample: int,
+    batch_size: int,
+    use_state: bool,
 ) -> Iterator[tuple[Tensor, int]]:
-    """Training samples of so many windows: each starts with an empty state."""
-    for batch in _batches(documents, model.config.recurrence.window, overlap, count, batch_size):
+    """Score documents as training samples of several windows, each of which starts with an empty state. Yields what
+    `_score_windows` does."""
+    for batch in _batches(documents, model.config.recurrence.window, overlap, windows_per_sample, batch_size):
         scored = int((batch["labels"] != IGNORE).sum())
-        yield model(**_to(batch, model.device), overlap=overlap, use_state=use_state).nll_sum, scored
+        yield model(**_to_device(batch, model.device), overlap=overlap, use_state=use_state).nll_sum, scored
 
 
-def _streams(
+def _score_documents(
     model: PreTrainedModel, documents: Sequence[Any], overlap: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int]]:
-    """Whole documents side by side, a few windows of each at a time, the state carried on."""
+    """Score whole documents with a state that is carried from the first window to the last. Yields what
+    `_score_windows` does."""
+    lengths = [len(document) for document in documents]
+
+    def read(piece: Piece, state: State | None) -> RecurrentOutput:
+        # a later piece's first token is a target too: it is predicted from the state
+        score_from = max(piece.start, 1)
+        batch = collate([make_sample(documents[i], piece.start, piece.stop, score_from) for i in piece.documents])
+        return model(**_to_device(batch, model.device), state=state, overlap=overlap)
+
     stride = model.config.recurrence.window - overlap
-    step = WINDOWS_PER_CALL * stride
-    for rows in by_length([len(document) for document in documents], batch_size, least=2):
-        state: State | None = None
-        start, stop = 0, step + overlap + 1  # a window is complete with the target just behind it
-        while rows:
-            batch = collate([sample(documents[i], start, stop, max(start, 1)) for i in rows])
-            # in pieces, a piece's first token is a target too: the state knows what came before
-            out = model(**_to(batch, model.device), state=state, overlap=overlap)
-            yield out.nll_sum, sum(min(len(documents[i]), stop) - max(start, 1) for i in rows)
-            alive = [row for row, i in enumerate(rows) if len(documents[i]) > stop]
-            rows, state = [rows[row] for row in alive], out.state[alive] if alive else None
-            start, stop = stop, stop + step
+    for piece, out in stream_documents(
+        read, lengths, stride=stride, overlap=overlap, windows_per_call=WINDOWS_PER_CALL, batch_size=batch_size,
+        min_length=2,
+    ):  # fmt: skip
+        assert out.nll_sum is not None, "labels were given"
+        yield out.nll_sum, sum(min(lengths[i], piece.stop) - max(piece.start, 1) for i in piece.documents)
 
 
 def _batches(
     documents: Sequence[Any], window: int, overlap: int, windows_per_sample: int, batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
+    """Batches of training samples, in the order of the documents."""
     samples: list[dict[str, Tensor]] = []
     for document in documents:
-        for start, stop, score_from in cut(len(document), window, overlap, windows_per_sample):
-            samples.append(sample(document, start, stop, score_from))
+        for start, stop, score_from in sample_spans(len(document), window, overlap, windows_per_sample):
+            samples.append(make_sample(document, start, stop, score_from))
             if len(samples) == batch_size:
                 yield collate(samples)
                 samples = []
@@ -203,8 +225,8 @@ def _batches(
         yield collate(samples)
 
 
-def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """A batch on its way to the device, which need not be waited for."""
+def _to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy a batch to the device; on a GPU without waiting for the copy."""
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

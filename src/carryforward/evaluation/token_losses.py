@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model makes of each token, and how far back its state helps: the numbers behind the figures."""
+"""The loss of every token, and the loss of windows by how many windows back their state starts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,101 +10,92 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.samples import by_length, collate, sample
-from ..engine import bptt
-from ..engine.cuda_graphs import Result, Work
-from ..engine.window_batches import Cell
-from ..engine.window_program import Emit, Program
+from ..data.samples import batch_by_length, collate, make_sample
+from ..engine import bptt, run_windows
+from ..engine.window_batches import WindowBatch
+from ..engine.window_program import OutputSpec
 from ..models import argument_checks
 from ..models.base import eval_mode
 from ..models.causal_lm import RecurrentForCausalLM
-from ..utils.peft import unwrapped
+from ..utils.peft import get_recurrent_model
 from ..windows import IGNORE, Window
 
 
-def _nothing(scored: int) -> None:
-    """No bar."""
+def _no_progress(scored: int) -> None:
+    """Show no progress."""
 
 
 @dataclass
-class Scored:
-    """Windows that were read together, and what the model makes of the tokens they answer for.
+class ScoredWindows:
+    """A batch of b windows, with logits and targets of the tokens that they score.
 
     Attributes:
-        documents: which one each window is of.
+        documents: the index of each window's document.
         logits: at n positions, [b, n, V], in float32.
-        targets: the token behind each position, [b, n]; -100 where another window answers for it, or none.
-        paid: for each layer that the state enters, the attention paid to it at these positions, [b, heads, n], if that
-            is watched and there is a state.
+        targets: the token after each position, [b, n]; -100 if another window scores it, or there is none.
+        attention: by layer that receives a state, the attention paid to it at these positions, [b, heads, n]; empty if
+            attention is not recorded or the windows have no state.
     """
 
     documents: list[int]
     windows: list[Window]
     logits: Tensor
     targets: Tensor
-    paid: dict[int, Tensor] = field(default_factory=dict)
+    attention: dict[int, Tensor] = field(default_factory=dict)
 
     def losses(self) -> Tensor:
         """The negative log-likelihood of every target, [b, n], in nats."""
         return F.cross_entropy(self.logits.transpose(1, 2), self.targets, reduction="none", ignore_index=IGNORE)
 
     def put(self, values: Tensor, into: Sequence[np.ndarray]) -> None:
-        """Write what belongs to the targets, [b, n, ...], where they stand in arrays of their documents."""
-        found, scored = values.cpu().numpy(), (self.targets != IGNORE).cpu().numpy()
+        """Write one value per target, [b, n, ...], to the arrays `into`, one per document, at the target's index."""
+        array, scored = values.cpu().numpy(), (self.targets != IGNORE).cpu().numpy()
         for row, (document, window) in enumerate(zip(self.documents, self.windows, strict=True)):
-            into[document][window.score_from : window.score_to] = found[row, scored[row]]
+            into[document][window.score_from : window.score_to] = array[row, scored[row]]
 
 
 def score(
     model: RecurrentForCausalLM,
     documents: Sequence[Any],
-    take: Callable[[Scored], object],
+    consume: Callable[[ScoredWindows], object],
     *,
     overlap: int | None = None,
     use_state: bool = True,
-    watch: bool = False,
+    record_attention: bool = False,
     batch_size: int = 8,
-    progress: Callable[[int], object] = _nothing,
+    progress: Callable[[int], object] = _no_progress,
 ) -> None:
-    """Read documents and hand out what becomes of them, window by window; nothing of a window is kept.
+    """Score documents batch by batch of windows, and hand each batch to `consume`; none is stored.
 
     Args:
-        documents: token ids of each.
-        take: called with the windows that were read together.
-        overlap: another than the model was made for.
+        documents: token ids of each document.
+        consume: called with the windows of each batch.
+        overlap: tokens that consecutive windows share; by default that of the config.
         use_state: False removes the state.
-        watch: also say how much attention is paid to the state, for which `doors.recording_attention` is needed.
-        batch_size: documents read side by side.
-        progress: called with the number of tokens just scored.
+        record_attention: record attention to the state; call it inside `backbones.attention.recording_attention`.
+        batch_size: documents in a batch.
+        progress: called with the number of newly scored tokens.
     """
     overlap = checked_overlap(model, overlap)
-    batches = by_length([len(document) for document in documents], batch_size, least=2)
+    batches = batch_by_length([len(document) for document in documents], batch_size, min_length=2)
 
     def read(rows: list[int]) -> None:
-        batch = collate([sample(documents[i], 0, len(documents[i]), 0) for i in rows])
+        batch = collate([make_sample(documents[i], 0, len(documents[i]), 0) for i in rows])
         ids, mask, labels = (batch[name].to(model.device) for name in ("input_ids", "attention_mask", "labels"))
-        reading = model._plan(ids, mask, labels, None, overlap=overlap, use_state=use_state, outputs=False, final=False)
+        plan = model._plan(ids, mask, labels, None, overlap=overlap, use_state=use_state, outputs=False, final=False)
 
-        def window(work: Work) -> Result:
-            carry, inputs = model._inputs(work)
-            carry.watching = watch
-            (logits,) = model._given(inputs, work.start)
-            layers[:] = carry.paid
-            return (logits.float(), *carry.paid.values()), model._states(carry, work)
-
-        def emit(cell: Cell, logits: Tensor, *paid: Tensor) -> bptt.Emission:
-            start = reading.scored_from(cell)
-            targets = reading.targets(cell, start).to(logits.device)
-            attention = {layer: weights[:, :, start:] for layer, weights in zip(layers, paid, strict=True)}
-            take(Scored([rows[row] for row in cell.rows], cell.windows, logits, targets, attention))
-            progress(sum(window.score_to - window.score_from for window in cell.windows))
+        def make(batch: WindowBatch, logits: Tensor, *attention: Tensor) -> bptt.Outputs:
+            start = batch.first_scored
+            logits = logits.float()
+            targets = batch.targets(start).to(logits.device)
+            layers = model.memory.layers if attention else []
+            by_layer = {layer: weights[:, :, start:] for layer, weights in zip(layers, attention, strict=True)}
+            consume(ScoredWindows([rows[row] for row in batch.rows], batch.windows, logits, targets, by_layer))
+            progress(batch.num_scored)
             return ()
 
-        layers: list[int] = []  # that are watched
-        program = Program(model, reading, Emit(emit, reading.scored_from), window=window)
-        table = model._table(reading.before)
-        for cell in reading.cells:
-            _, table = program.advance(cell, table, head=True)
+        outputs = OutputSpec(make, lambda batch: batch.first_scored, record_attention=record_attention)
+        run_windows.stream_outputs(model, plan, outputs)
 
     with eval_mode(model), torch.inference_mode():
         for rows in batches:
@@ -118,11 +109,11 @@ def token_losses(
     overlap: int | None = None,
     use_state: bool = True,
     batch_size: int = 8,
-    progress: Callable[[int], object] = _nothing,
+    progress: Callable[[int], object] = _no_progress,
 ) -> list[np.ndarray]:
-    """The negative log-likelihood of every token, in nats: an array for each document, NaN at its first token.
+    """The negative log-likelihood of every token, in nats: one array per document, NaN at its first token.
 
-    The arguments are those of `score`.
+    Arguments as in `score`.
     """
     losses = [np.full(len(document), np.nan) for document in documents]
     score(
@@ -132,38 +123,42 @@ def token_losses(
     return losses
 
 
-def horizon(
+def loss_by_depth(
     model: RecurrentForCausalLM,
     documents: Sequence[Any],
     depths: Sequence[int],
     *,
     batch_size: int = 8,
-    progress: Callable[[int], object] = _nothing,
+    progress: Callable[[int], object] = _no_progress,
 ) -> tuple[dict[int, float], int]:
-    """Nats per token of windows whose state comes from so many windows back at most, and how many tokens that is of.
+    """The loss of windows whose state comes from only so many windows before them (their depth).
 
-    The same tokens for every depth: full windows that have as many before them as the greatest depth.
+    The same tokens are scored at every depth: those of full windows with at least the greatest depth of windows before
+    them.
+
+    Returns:
+        nats per token by depth, and the number of tokens.
     """
     ends, stride = deep_windows(model, documents, depths)
-    size, found, total = model.config.recurrence.window, {}, len(ends) * stride
+    size, nats_per_token, total = model.config.recurrence.window, {}, len(ends) * stride
     with eval_mode(model), torch.inference_mode():
         for depth in depths:
             nats = 0.0
             for begin in range(0, len(ends), batch_size):
-                # a window scores what it adds: the targets behind its last `stride` tokens
-                samples = [sample(documents[i], end - size - depth * stride, end + 1, end + 1 - stride)
+                # Scored are the targets of the window's last `stride` positions.
+                samples = [make_sample(documents[i], end - size - depth * stride, end + 1, end + 1 - stride)
                            for i, end in ends[begin : begin + batch_size]]  # fmt: skip
                 batch = {name: tensor.to(model.device) for name, tensor in collate(samples).items()}
                 nats += float(model(**batch).nll_sum)
-                progress(sum(int((one["labels"] != IGNORE).sum()) for one in samples))
-            found[depth] = nats / total
-    return found, total
+                progress(sum(int((sample["labels"] != IGNORE).sum()) for sample in samples))
+            nats_per_token[depth] = nats / total
+    return nats_per_token, total
 
 
 def deep_windows(
     model: RecurrentForCausalLM, documents: Sequence[Any], depths: Sequence[int]
 ) -> tuple[list[tuple[int, int]], int]:
-    """The windows that `horizon` scores, each by its document and where it ends, and how many tokens each scores."""
+    """The windows that `loss_by_depth` scores, as (index of the document, end), and the tokens that each scores."""
     if not depths or min(depths) < 0:
         raise ValueError(f"depths={list(depths)}: give numbers of windows, from 0.")
     overlap, size = checked_overlap(model, None), model.config.recurrence.window
@@ -179,9 +174,9 @@ def deep_windows(
 
 
 def checked_overlap(model: RecurrentForCausalLM, overlap: int | None) -> int:
-    """The overlap that a model is read at; refuses models whose tokens cannot be scored."""
-    if unwrapped(model) is not model:
-        raise ValueError(f"{type(model).__name__}: give the model inside, model.get_base_model().")
+    """Check the model and the overlap; returns the overlap. Raises ValueError unless the model is a causal LM."""
+    if get_recurrent_model(model) is not model:
+        raise ValueError(f"model is a {type(model).__name__}: give the model inside it, model.get_base_model().")
     if not isinstance(model, RecurrentForCausalLM):
-        raise ValueError(f"a recurrent causal language model is needed, not {type(model).__name__}.")
-    return argument_checks.overlap(model.config, overlap)
+        raise ValueError(f"model: a recurrent causal language model is needed, not {type(model).__name__}.")
+    return argument_checks.check_overlap(model.config, overlap)

@@ -1,118 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of earlier positions, carried to the next window beside what is pooled.
+"""Keys and values as a memory: every layer of the next window attends to positions of the windows before it.
 
-Shapes: B rows, L layers, heads with keys of size d, S positions: a document's first ones (sinks), then the newest.
-They stand in this order at the first positions of the next window, behind an encoder's prefix, and the window's own
-tokens behind them, as if all were one text.
+Carried are the first positions of a document (attention sinks) and the most recent ones. In the next window they stand
+in this order at the first positions, after an encoder's prefix, and the window's own tokens follow them, as if all were
+one text.
+
+Shapes: B rows, L layers, heads with keys of size d, S carried positions: sinks, then recent.
 """
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedConfig
 
-from ..config import RecurrenceConfig
+from ..backbones.architectures import Architecture
+from ..backbones.hooks import HookContext
+from ..presets import DEFAULT_SINKS, MAX_DEFAULT_WINDOW
+from ..windows import Span
+from .base import Dependency, Memory, MemoryConfig, WindowCost, WindowRecord, WindowSize
 
-# Turns keys [B, L, heads, n, d], so that they stand so many positions further back, or each row so many, [B, 1].
-Turn = Callable[[Tensor, int | Tensor], Tensor]
 
+@dataclass(frozen=True)
+class KVMemoryConfig(MemoryConfig):
+    """Keys and values of earlier positions. Nothing is computed twice.
 
-class Keeping(nn.Module):
-    """Chooses what is kept of a window, and moves it to where it stands before the next one.
+    A model with rotary positions reads on across windows before any training, as if the text had not been cut there. A
+    model with learned positions nearly does, with half a window carried; it needs positions for the window and for what
+    is carried, and position offsets, which `add_recurrence` measures.
 
-    Rotary positions are differences: keys are turned, and that is all. Where positions are learned vectors, the base
-    model gives the window's tokens later ones, and what is kept is moved by the difference of two `places`: what a
-    position adds to keys and values on average. That is measured (`places`), and learned on with the rest.
+    Attributes:
+        recent: most recent positions whose keys and values are carried. By default half a window, less the sinks.
+        sinks: attention sinks: initial positions of a document whose keys and values are always carried. Many models
+            direct unneeded attention there. By default 4, or fewer in small windows.
     """
 
-    def __init__(self, config: RecurrenceConfig, shape: Sequence[int], learned: bool):
+    kind: ClassVar[str] = "kv"
+    dependency: ClassVar[Dependency] = Dependency.SAME_LAYER_KV
+
+    recent: int | None = None
+    sinks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("recent", 1), ("sinks", 0)):
+            value = getattr(self, name)
+            self._require(name, value is None or (_is_int(value) and value >= least), f"an integer from {least}")
+
+    def resolve(self, size: WindowSize) -> "KVMemoryConfig":
+        stride = size.capacity - size.overlap
+        half = min(size.window // 2, stride)
+        sinks, recent = self.sinks, self.recent
+        if sinks is None:
+            room = half // 2 if recent is None else stride - recent
+            sinks = max(min(DEFAULT_SINKS, half // 2, room), 0)
+        if recent is None:
+            if sinks >= max(half, 1):
+                raise ValueError(
+                    f"KVMemoryConfig: sinks={sinks} leaves nothing of half a window ({half}) for recent positions. "
+                    "Give recent as well, or fewer sinks."
+                )
+            recent = max(half - sinks, 1)
+        if recent + sinks > stride:  # a document's first positions would be carried twice
+            raise ValueError(
+                f"KVMemoryConfig: recent={recent} with sinks={sinks} must be at most {stride} positions in all: "
+                "windows advance by that many tokens (window - overlap). Use fewer, or a larger window."
+            )
+        return replace(self, recent=recent, sinks=sinks)
+
+    @property
+    def carried(self) -> int:
+        """Positions carried in all (after `resolve`)."""
+        return (self.recent or 0) + (self.sinks or 0)
+
+    def min_capacity(self, overlap: int, trained_overlap: int) -> int:
+        return overlap + max(1, self.carried)
+
+    def default_window(self, usable: int) -> int:
+        """Window and carried positions together fill the positions: of 512, a window of 341 with half of it carried."""
+        if self.recent is None:
+            return min(MAX_DEFAULT_WINDOW, (2 * usable + 1) // 3)
+        carried = self.recent + (DEFAULT_SINKS if self.sinks is None else self.sinks)
+        return min(MAX_DEFAULT_WINDOW, max(usable - carried, carried))
+
+    @property
+    def extra_positions(self) -> int:
+        return self.carried
+
+    def state_shape(self, base: PreTrainedConfig, architecture: Architecture) -> tuple[int, ...]:
+        """Layers, 2 (keys and values), heads, positions, size of a key."""
+        heads, size = architecture.kv_heads(base)
+        return base.num_hidden_layers, 2, heads, self.carried, size
+
+    def flops(self, cost: WindowCost) -> float:
+        return 4 * cost.attention_width * self.carried * sum(cost.queries)  # they are attended to, nothing else
+
+    def describe(self) -> str:
+        sinks = f" and the first {self.sinks}" if self.sinks else ""
+        return f"keys and values of the {self.recent} most recent positions{sinks}"
+
+    def usage_note(self) -> str:
+        return "Carried keys and values help without training, and more with it."
+
+    def build(self, base: PreTrainedConfig, architecture: Architecture, window: int) -> "KVMemory":
+        return KVMemory(self, self.state_shape(base, architecture), window, learned_positions=not architecture.rotary)
+
+
+class KVMemory(Memory):
+    """Selects the positions to carry, and moves their keys and values to where they stand before the next window.
+
+    Rotary positions are relative: keys are re-rotated. Learned positions are vectors added to the input: the base model
+    gives the window's tokens later ones, and carried keys and values are moved by the difference of two position
+    offsets, the average contribution of a position to keys and values. Offsets are measured (`models.position_offsets`)
+    and trained with the rest.
+    """
+
+    records_kv = True
+    uses_previous = True
+
+    def __init__(self, config: KVMemoryConfig, shape: tuple[int, ...], window: int, learned_positions: bool):
         """
         Args:
             shape: of one row's keys and values, (L, 2, heads, S, d).
-            learned: positions are learned vectors.
         """
-        super().__init__()
-        self.newest, self.sinks, self.seen = config.kept, config.sinks, config.seen
+        super().__init__(shape)
+        assert config.recent is not None, "the config is not resolved"
+        assert config.sinks is not None, "the config is not resolved"
+        self.recent, self.sinks, self.carried = config.recent, config.sinks, config.carried
         *sides, _, size = shape
-        self.places = nn.Parameter(torch.zeros(*sides, config.window + config.seen, size)) if learned else None
-        # Of no size: where states live, and in what precision, if there are no weights to say it.
+        offsets = torch.zeros(*sides, window + self.carried, size)
+        self.position_offsets = nn.Parameter(offsets) if learned_positions else None
+        # Empty: holds the state's device and precision, which a model without own weights cannot tell otherwise.
         self.register_buffer("like", torch.empty(0), persistent=False)
         self.like: Tensor
-        self._known = False
+        self._measured = False
 
     @property
-    def known(self) -> bool:
-        """Whether what is kept can be read: places are measured or learned, or none are needed."""
-        if not self._known:
-            self._known = self.places is None or bool(self.places.any())
-        return self._known
+    def ready(self) -> bool:
+        """Position offsets are measured, or not needed."""
+        if not self._measured:
+            self._measured = self.position_offsets is None or bool(self.position_offsets.any())
+        return self._measured
 
-    def entering(self, kept: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """For each layer, counted from 1, the keys and values it sees, each [B, heads, S, d]."""
-        pairs = (both.unbind(1) for both in kept.unbind(1))
-        return {layer: (keys, values) for layer, (keys, values) in enumerate(pairs, start=1)}
+    def layers(self) -> tuple[int, ...]:
+        return tuple(range(1, self.shape[0] + 1))
 
-    def standing(self, positions: Tensor, leads: Tensor | int) -> Tensor:
-        """Where learned positions of a window are: those of the prefix, whose length is given, and behind what it
-        sees."""
-        return torch.where(positions < leads, positions, positions + self.seen)
+    def read(self, state: Tensor, context: HookContext) -> None:
+        """Give every layer its keys and values, each [B, heads, S, d]."""
+        pairs = (both.unbind(1) for both in state.unbind(1))
+        context.past_kv |= {layer: (keys, values) for layer, (keys, values) in enumerate(pairs, start=1)}
 
-    def forward(
-        self,
-        noted: Sequence[tuple[Tensor, Tensor]],
-        before: Tensor | None,
-        start: int | Tensor,
-        following: int,
-        turn: Turn,
-    ) -> Tensor:
-        """What a window passes on, [B, L, 2, heads, S, d].
+    def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:
+        """Learned positions: the prefix keeps its own, all others move behind what is carried."""
+        if self.position_offsets is None:
+            return None
+        return torch.where(positions < prefix_lengths, positions, positions + self.carried)
 
-        Args:
-            noted: the keys and values of layers 1 to L, each [B, heads, T, d].
-            before: what was passed on to the window, if anything was.
-            start: the first position of the document's in the window, or each row's, [B, 1]. The window then has room
-                for all that is kept.
-            following: the position at which the next window starts.
-        """
-        # how far behind its positions the window stands
-        behind = 0 if before is None and self.places is not None else self.seen
-
-        def part(begin: int | Tensor, count: int, to: int | Tensor) -> Tensor:
-            # all in one go: what is kept is much, and every pass over it costs
-            both = torch.stack([_some(x, begin, count).to(self.like.device) for pair in noted for x in pair], dim=1)
-            return self._moved(both.unflatten(1, (-1, 2)), begin + behind, to, turn)
-
-        begin = following - self.newest
-        begin = max(begin, start) if isinstance(start, int) else begin
-        newest = part(begin, following - begin, start + self.seen - (following - begin))
-        missing = self.newest - newest.shape[-2]  # of a document that ends: nothing follows, nothing sees it
-        if missing:
-            newest = pad(newest, (0, 0, missing, 0))
+    def write(self, record: WindowRecord, span: Span, previous: Tensor | None) -> Tensor:
+        start = record.start(span, self.like.device)
+        recent = self._recent(record, start, span.next_start, previous is not None)
         if not self.sinks:
-            return newest
-        if before is not None:
-            first = before[..., : self.sinks, :]
+            return recent
+        if previous is not None:
+            sinks = previous[..., : self.sinks, :]
         else:
-            first = part(start, min(self.sinks, following - start) if isinstance(start, int) else self.sinks, start)
-            first = pad(first, (0, 0, 0, self.sinks - first.shape[-2]))
-        return torch.cat([first, newest], dim=-2)
+            count = min(self.sinks, span.next_start - start) if isinstance(start, int) else self.sinks
+            sinks = self._move(record, start, count, start, has_state=False)
+            sinks = pad(sinks, (0, 0, 0, self.sinks - sinks.shape[-2]))
+        return torch.cat([sinks, recent], dim=-2)
 
-    def _moved(self, pairs: Tensor, standing: int | Tensor, to: int | Tensor, turn: Turn) -> Tensor:
-        """Keys and values [B, L, 2, heads, n, d], from where the first of them stands to another position."""
-        if self.places is None:
+    def write_tokens(self, features: Tensor, record: WindowRecord, span: Span, previous: Tensor | None) -> Tensor:
+        return self.write(record, span, previous)  # a cache holds keys and values anyway
+
+    def _recent(self, record: WindowRecord, start: int | Tensor, next_start: int, has_state: bool) -> Tensor:
+        """The most recent positions before the next window's start."""
+        begin = next_start - self.recent
+        begin = max(begin, start) if isinstance(start, int) else begin
+        count = next_start - begin
+        recent = self._move(record, begin, count, start + self.carried - count, has_state)
+        missing = self.recent - count  # only at a document's end, where no window follows
+        return pad(recent, (0, 0, missing, 0)) if missing else recent
+
+    def _move(self, record: WindowRecord, begin: int | Tensor, count: int, to: int | Tensor, has_state: bool) -> Tensor:
+        """Keys and values [B, L, 2, heads, count, d] of positions from `begin` on, moved to positions from `to` on."""
+        # A window with a state stands behind the carried positions. (Rotary windows always count as if they did.)
+        behind = 0 if not has_state and self.position_offsets is not None else self.carried
+        # One stack of all layers: the state is large, and every pass over it costs time.
+        tensors = [_select(x, begin, count).to(self.like.device) for pair in record.window_kv for x in pair]
+        pairs = torch.stack(tensors, dim=1).unflatten(1, (-1, 2))
+        position = begin + behind
+        if self.position_offsets is None:
             keys, values = pairs.to(self.like.dtype).unbind(2)
-            return torch.stack([turn(keys, standing - to), values], dim=2)
-        there, here = (_some(self.places, at, pairs.shape[-2]) for at in (to, standing))
+            return torch.stack([record.rerotate(keys, position - to), values], dim=2)
+        there, here = (_select(self.position_offsets, at, count) for at in (to, position))
         return (pairs + (there - here)).to(self.like.dtype)
 
 
-def _some(x: Tensor, begin: int | Tensor, count: int) -> Tensor:
-    """So many positions of [..., T, d]; with a beginning for each row, [B, 1], those of each row of [B, heads, T, d],
-    or, for each row, of `places`."""
+def _select(x: Tensor, begin: int | Tensor, count: int) -> Tensor:
+    """`count` positions of [..., T, d] from `begin` on.
+
+    With a beginning for each row, [B, 1]: of each row of keys or values [B, heads, T, d], or, for each row, of position
+    offsets [L, 2, heads, T, d].
+    """
     if isinstance(begin, int):
         return x[..., begin : begin + count, :]
     index = begin.to(x.device) + torch.arange(count, device=x.device)  # [B, count]
     if x.ndim > 4:
         return x[..., index, :].movedim(-3, 0)
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

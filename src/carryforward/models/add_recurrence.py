@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`add_recurrence`: from a Hugging Face model that is already loaded to a recurrent one."""
+"""`add_recurrence`: turn a loaded Hugging Face model into a recurrent one."""
 
 import copy
 import dataclasses
-import logging
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
+from transformers.utils import logging
 
 from ..backbones.architectures import architecture_of
 from ..backbones.attention import unwrapped_name
-from ..config import RecurrenceConfig, RecurrentModelConfig
-from ..utils.peft import refuse_adapters
+from ..config import RecurrenceConfig, RecurrentModelConfig, default_window
+from ..memories.kinds import MemoryChoice
+from ..memories.vector import VectorMemoryConfig
+from ..presets import PAPER_QA_WINDOW, PRESET_MEMORIES
+from ..utils.peft import check_no_adapters
 from .base import RecurrentPreTrainedModel
 from .causal_lm import RecurrentForCausalLM
 from .encoders import RecurrentForMaskedLM, RecurrentForSequenceClassification, RecurrentForTokenClassification
 from .headless import RecurrentModel
+from .position_offsets import built_in_documents, measure_position_offsets, needs_position_offsets
 from .question_answering import RecurrentForQuestionAnswering
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
-# transformers' own lists of which class has which head, by model type
+# transformers' own lists of the class with each head, by model type
 _Heads = dict[type[RecurrentPreTrainedModel], Any]
 _CAUSAL_HEADS: _Heads = {
     RecurrentForCausalLM: auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -41,7 +46,10 @@ def add_recurrence(
     model: PreTrainedModel,
     config: RecurrenceConfig | None = None,
     *,
+    preset: str | None = None,
+    memory: MemoryChoice | None = None,
     tokenizer: Any = None,
+    documents: Sequence[Any] | None = None,
     head: Literal["question-answering"] | None = None,
     **fields: Any,
 ) -> RecurrentPreTrainedModel:
@@ -52,11 +60,16 @@ def add_recurrence(
     Args:
         model: a Hugging Face model with a causal language model's head, a masked language model's, a token or sequence
             classifier's, a question-answering one, or none.
-        config: the recurrence; or give its fields as keywords.
+        config: the recurrence. By default `preset` and the arguments below decide.
+        preset: "recommended" (the default): keys and values of half a window. "paper": a pooled vector, which must be
+            trained; for question answering that of section 5.4.
+        memory: what is carried, instead of the preset's: "kv", "vector", a memory config, or a list of these.
         tokenizer: for encoders: the special tokens it puts around a text are put around every window.
-        head: "question-answering" gives an encoder without a head a new one. Unless told otherwise, the recurrence of
-            question answering is that of the paper's section 5.4, with windows of up to 512 tokens.
-        **fields: fields of `RecurrenceConfig`, on top of `config` if both are given.
+        documents: texts, or token ids without special tokens, to measure position offsets on, if keys and values are
+            carried and positions are learned. By default the built-in text, Python's documentation, is used.
+        head: "question-answering" gives an encoder without a head a new one.
+        **fields: further fields of `RecurrenceConfig`, on top of `config` if both are given. The default window leaves
+            room for what is carried.
 
     Returns:
         an ordinary `PreTrainedModel` with the same head.
@@ -66,30 +79,25 @@ def add_recurrence(
     """
     if isinstance(model, RecurrentPreTrainedModel):
         raise ValueError("model is recurrent already; its base model is model.base.")
-    refuse_adapters(model)
+    check_no_adapters(model)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
-    if isinstance(config, dict):
-        config = RecurrenceConfig(**config)
     architecture = architecture_of(model.config)
     if head is not None:
         model = _with_head(model, head)
     cls = _head_of(model, architecture.causal)
     _check_attention(model)
-    if tokenizer is not None and cls is RecurrentForQuestionAnswering:
-        prefix, separator, suffix = pair_tokens(tokenizer)
-        fields = {"prefix": prefix, "separator": separator, "suffix": suffix, **fields}
-    elif tokenizer is not None:
-        prefix, suffix = ((), ()) if architecture.causal else special_tokens(tokenizer)
-        fields = {"prefix": prefix, "suffix": suffix, **fields}
-    if config is None and cls is RecurrentForQuestionAnswering:
-        own = {"window": min(512, architecture.positions(model.config)), "pooled_layers": "last"}
-        fields = {**own, "hidden_sizes": (model.config.hidden_size,), **fields}
-    recurrence = RecurrenceConfig(**{**(_fields(config) if config else {}), **fields})
+    if tokenizer is not None:
+        fields = {**_special_fields(cls, architecture.causal, tokenizer), **fields}
+    if config is None:
+        answers = cls is RecurrentForQuestionAnswering
+        recurrence = recurrence_of(model.config, preset=preset, memory=memory, question_answering=answers, **fields)
+    else:
+        recurrence = _override(config, preset, memory, fields)
     if not architecture.causal and tokenizer is None and "prefix" not in fields and not recurrence.prefix:
         logger.warning(
             "%s windows get no special tokens. Give add_recurrence(tokenizer=...) to put its own around every window, "
-            "or prefix=() to say that none are wanted.", model.config.model_type,
+            "or prefix=() for none.", model.config.model_type,
         )  # fmt: skip
     result = cls(RecurrentModelConfig(base_config=model.config, recurrence=recurrence), base=model)
     if getattr(model, "generation_config", None) is not None:
@@ -97,11 +105,89 @@ def add_recurrence(
     for part in result.children():
         if part is not model:
             part.to(device=model.device if model.device.type != "meta" else None, dtype=model.dtype)
+    if needs_position_offsets(result):
+        _measure(result, documents, tokenizer)
     return result.train(model.training)
 
 
+def recurrence_of(
+    base: PreTrainedConfig,
+    *,
+    preset: str | None = None,
+    memory: MemoryChoice | None = None,
+    window: int | None = None,
+    question_answering: bool = False,
+    **fields: Any,
+) -> RecurrenceConfig:
+    """The recurrence for a base model, with defaults that depend on it: the window, and the paper's module for question
+    answering. Arguments as in `add_recurrence`."""
+    preset = "recommended" if preset is None else preset
+    if preset not in PRESET_MEMORIES:
+        raise ValueError(f"preset={preset!r}: there are {', '.join(map(repr, PRESET_MEMORIES))}.")
+    memory = PRESET_MEMORIES[preset] if memory is None else memory
+    choices = memory if isinstance(memory, list | tuple) else [memory]
+    if question_answering:
+        choices = [_question_answering_default(choice, base) for choice in choices]  # type: ignore[arg-type]
+    if window is None:
+        window = default_window(base, choices)  # type: ignore[arg-type]
+        if question_answering:
+            only_vector = all(_kind(choice) == VectorMemoryConfig.kind for choice in choices)
+            window = min(PAPER_QA_WINDOW, architecture_of(base).max_positions(base) if only_vector else window)
+    return RecurrenceConfig(window=window, memory=choices, **fields)  # type: ignore[arg-type]
+
+
+def _question_answering_default(choice: Any, base: PreTrainedConfig) -> Any:
+    """The vector memory of section 5.4 pools the last layer and has one hidden layer of the model's width."""
+    if _kind(choice) != VectorMemoryConfig.kind or isinstance(choice, VectorMemoryConfig):
+        return choice
+    values = {} if isinstance(choice, str) else choice
+    return {"kind": "vector", "pooled_layers": "last", "hidden_sizes": (base.hidden_size,), **values}
+
+
+def _kind(choice: Any) -> Any:
+    if isinstance(choice, str):
+        return choice
+    return choice.get("kind") if isinstance(choice, dict) else getattr(choice, "kind", None)
+
+
+def _override(
+    config: RecurrenceConfig | dict[str, Any], preset: str | None, memory: MemoryChoice | None, fields: dict[str, Any]
+) -> RecurrenceConfig:
+    """A config with some fields replaced."""
+    if preset is not None:
+        raise ValueError(f"preset={preset!r}: config is given too. Leave one out.")
+    config = RecurrenceConfig(**config) if isinstance(config, dict) else config
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return RecurrenceConfig(**{**values, **({} if memory is None else {"memory": memory}), **fields})
+
+
+def _measure(model: RecurrentPreTrainedModel, documents: Sequence[Any] | None, tokenizer: Any) -> None:
+    """Measure position offsets, so that a model is never returned that cannot read what it carries."""
+    if model.base.device.type == "meta":
+        raise ValueError(
+            "model has no weights (meta device), and position offsets cannot be measured. Load its weights first, or "
+            "use memory='vector'."
+        )
+    if documents is None:
+        documents = built_in_documents(model, tokenizer)
+    elif len(documents) and isinstance(documents[0], str):
+        if tokenizer is None:
+            raise ValueError("documents are texts: give tokenizer=... as well, or token ids.")
+        documents = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in documents]
+    measure_position_offsets(model, documents)
+
+
+def _special_fields(cls: type[RecurrentPreTrainedModel], causal: bool, tokenizer: Any) -> dict[str, Any]:
+    """The fields of `RecurrenceConfig` for a tokenizer's special tokens."""
+    if cls is RecurrentForQuestionAnswering:
+        prefix, separator, suffix = pair_tokens(tokenizer)
+        return {"prefix": prefix, "separator": separator, "suffix": suffix}
+    prefix, suffix = ((), ()) if causal else special_tokens(tokenizer)
+    return {"prefix": prefix, "suffix": suffix}
+
+
 def special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What a tokenizer puts before and behind a text."""
+    """The special tokens that a tokenizer puts before and after a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     for start in range(len(whole) - len(bare) + 1):
@@ -114,21 +200,21 @@ def special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def pair_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """What a tokenizer puts before, between and behind a question and a text."""
+    """The special tokens that a tokenizer puts before, between and after a question and a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole, size = tokenizer("a", "a")["input_ids"], len(bare)
-    places = [i for i in range(len(whole) - size + 1) if whole[i : i + size] == bare]
-    if len(places) != 2:
+    starts = [i for i in range(len(whole) - size + 1) if whole[i : i + size] == bare]
+    if len(starts) != 2:
         raise ValueError(
             f"tokenizer={type(tokenizer).__name__} does not put its special tokens around a pair of texts ({bare} "
             f"twice becomes {whole}): give prefix, separator and suffix instead."
         )
-    first, second = places
+    first, second = starts
     return tuple(whole[:first]), tuple(whole[first + size : second]), tuple(whole[second + size :])
 
 
 def _with_head(model: PreTrainedModel, head: str) -> PreTrainedModel:
-    """A new head on a model without one, whose modules it shares."""
+    """A new head on a model without one; modules are shared."""
     if head != "question-answering":
         raise ValueError(f"head={head!r}: only 'question-answering' can be added.")
     if _head_of(model, architecture_of(model.config).causal) is not RecurrentModel:
@@ -137,11 +223,11 @@ def _with_head(model: PreTrainedModel, head: str) -> PreTrainedModel:
         )
     if architecture_of(model.config).answer is None:
         raise ValueError(f"head={head!r}: {model.config.model_type} is causal. Answers are found by encoders.")
-    made = transformers.AutoModelForQuestionAnswering.from_config(model.config).to(model.device, model.dtype)
-    body = made.base_model
-    for name, _ in list(body.named_children()):
-        setattr(body, name, getattr(model, name))
-    return made.train(model.training)
+    headed = transformers.AutoModelForQuestionAnswering.from_config(model.config).to(model.device, model.dtype)
+    backbone = headed.base_model
+    for name, _ in list(backbone.named_children()):
+        setattr(backbone, name, getattr(model, name))
+    return headed.train(model.training)
 
 
 def _head_of(model: PreTrainedModel, causal: bool) -> type[RecurrentPreTrainedModel]:
@@ -158,23 +244,19 @@ def _head_of(model: PreTrainedModel, causal: bool) -> type[RecurrentPreTrainedMo
 
 
 def _check_attention(model: PreTrainedModel) -> None:
-    used = unwrapped_name(model.config._attn_implementation)
-    if used not in ("sdpa", "eager"):
+    implementation = unwrapped_name(model.config._attn_implementation)
+    if implementation not in ("sdpa", "eager"):
         raise ValueError(
-            f"attn_implementation={used!r} cannot show the state to every query. "
+            f"attn_implementation={implementation!r} cannot show the state to every query. "
             'Call model.set_attn_implementation("sdpa") first ("eager" works too).'
         )
 
 
 def savable(config: GenerationConfig) -> GenerationConfig:
-    """A generation config that transformers will save: published ones set how to sample and forget to say that one
-    does, which is found out when the first checkpoint is written."""
+    """A generation config that transformers will save: some published ones set sampling parameters without do_sample,
+    and saving them fails."""
     try:
         config.validate(strict=True)
     except ValueError:
         config.do_sample = True
     return config
-
-
-def _fields(config: RecurrenceConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all recurrent models share: a base model, the recurrence, and the loop that reads documents window by window.
+"""`RecurrentPreTrainedModel`: what all recurrent models share: a base model, its memories, and how one window runs.
 
-Cutting documents into windows is `reading`'s, inserting the state `insertion`'s, gradients through time are `bptt`'s;
-here they meet. What a window gives out depends on the head and is said in `heads`.
+A call of a model plans its windows (`engine.batch_plan`), runs them (`engine.run_windows`) and puts their outputs
+together (`outputs`). The engine calls `run_window` for each; heads say what a window gives out (`token_outputs`,
+`encoders`, `question_answering`).
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,17 +18,19 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..backbones import attention, hooks
+from ..backbones.hooks import HookContext
 from ..config import RecurrentModelConfig
-from ..engine import bptt
+from ..engine import bptt, run_windows
 from ..engine.activation_budget import ActivationBudget
-from ..engine.cuda_graphs import Result, Work
+from ..engine.batch_plan import BatchPlan
 from ..engine.graph_cache import FastPath, GraphCache
-from ..engine.window_batches import Reading
-from ..engine.window_program import Emit, Program
-from ..memories.vector import Recurrence
+from ..engine.window_model import WindowInputs, WindowOutputs
+from ..engine.window_program import OutputSpec
+from ..memories.collection import Memories
 from ..state import State
 from ..utils import checkpoints
-from ..utils.peft import refuse_to_lose
+from ..utils.files import atomic_folder
+from ..utils.peft import check_memory_saved
 from . import argument_checks
 
 logger = logging.get_logger(__name__)
@@ -36,7 +38,7 @@ logger = logging.get_logger(__name__)
 
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout; afterwards every module is as it was."""
+    """Evaluation mode inside; afterwards every module is as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -47,7 +49,7 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
-    """A base model (`base`) with a recurrence module (`recurrence`), and the reading of documents."""
+    """A base model (`base`) with memories (`memory`) that reads documents of any length."""
 
     config_class = RecurrentModelConfig
     config: RecurrentModelConfig
@@ -55,11 +57,11 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # `num_items_in_batch` is honoured
-    auto_class: ClassVar[str] = "AutoModel"  # by name: its import is what `registration` waits for
-    _small: ClassVar[bool] = True  # what a window gives out: it can be recorded, and is then had from position 0 on
+    auto_class: ClassVar[str] = "AutoModel"  # by name: importing it triggers the registration in `auto`
+    _capturable_outputs: ClassVar[bool] = True  # a window's outputs are small, and then computed from position 0 on
     _supports_sdpa = True
-    _no_split_modules = ["Recurrence"]
-    _tied_weights_keys = {}  # none but the base model's, where peft then looks
+    _no_split_modules = ["Memories"]
+    _tied_weights_keys = {}  # only the base model has some, where peft then looks
 
     def __init__(self, config: RecurrentModelConfig, base: PreTrainedModel | None = None):
         """
@@ -71,15 +73,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         self.base = getattr(transformers, self.auto_class).from_config(config.base_config) if base is None else base
         if base is not None:
-            for module in base.modules():  # `post_init` must not initialise what the user brings
+            for module in base.modules():  # `post_init` must not initialise the user's weights
                 module._is_hf_initialized = True  # type: ignore[assignment]
-        layers, size = config.base_config.num_hidden_layers, config.base_config.hidden_size
-        learned = not config.architecture.rotary
-        self.recurrence = Recurrence(config.recurrence, layers, size, config.kept_shape, learned)
-        hooks.install(self.backbone, config.architecture)
+        recurrence, architecture = config.recurrence, config.architecture
+        self.memory = Memories(recurrence.memories, config.base_config, architecture, recurrence.window)
+        hooks.install(self.backbone, architecture)
         self.graph_cache = GraphCache()
         self.activation_budget = ActivationBudget()
-        self._sharded = False
         self.post_init()
 
     @property
@@ -87,26 +87,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """The base model without its head."""
         return self.base.base_model  # type: ignore[return-value]
 
-    def _slots(self, carried: Tensor) -> dict[int, Tensor]:
-        """Which vectors enter which layer: one state for all of them, or one each."""
-        layers = self.config.insertion_layers
-        return {layer: carried[:, i if carried.shape[1] > 1 else 0] for i, layer in enumerate(layers)}
-
-    def _table(self, state: State) -> Tensor:
-        """All numbers of a state, [B, m]: one tensor for everything that is the same whatever they are."""
-        parts = [state.carried] if state.kept is None else [state.carried, state.kept]
-        return torch.cat([part.flatten(1).to(self.recurrence.weight) for part in parts], dim=1)
-
-    def _parts(self, table: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The carried vectors, and the keys and values."""
-        shape, kept_shape = self.config.state_shape, self.config.kept_shape
-        carried, kept = table.tensor_split([math.prod(shape)], dim=1)
-        return carried.reshape(len(table), *shape), None if kept_shape is None else kept.unflatten(1, kept_shape)
-
-    def _turn(self, keys: Tensor, back: int | Tensor) -> Tensor:
-        return self.config.architecture.turned(self.backbone, keys, back, self.config.recurrence.window)
-
-    # --- reading -----------------------------------------------------------------------------------------------
+    # --- a call: plan, run ---------------------------------------------------------------------------------------
 
     def _plan(
         self,
@@ -121,127 +102,56 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         final: bool,
         closing: bool = False,
         prefixes: Sequence[Sequence[int]] | None = None,
-    ) -> Reading:
+    ) -> BatchPlan:
         """Check a call's arguments and cut its documents into windows."""
         recurrence = self.config.recurrence
-        overlap = argument_checks.overlap(self.config, overlap, None if prefixes is None else max(map(len, prefixes)))
-        if input_ids is None and state is not None:  # no new tokens: that the documents end is all the news
+        longest_prefix = None if prefixes is None else max(map(len, prefixes))
+        overlap = argument_checks.check_overlap(self.config, overlap, longest_prefix)
+        if input_ids is None and state is not None:  # no new tokens: the call only says that the documents end
             input_ids = state.tokens[:, :0]
-        input_ids = argument_checks.batch(input_ids)
+        input_ids = argument_checks.check_batch(input_ids)
         fresh = self.fresh_state(len(input_ids), overlap)
         state = fresh if state is None else state
-        argument_checks.state(state, len(input_ids), fresh.signature)
-        if use_state and self.recurrence.keeping is not None and not self.recurrence.keeping.known:
+        argument_checks.check_state(state, len(input_ids), fresh.signature)
+        if use_state and not self.memory.ready:
             logger.warning_once(
-                "What is kept cannot be read yet: a model with learned positions must see some text first. Call "
-                "carryforward.measure_position_offsets(model, documents)."
+                "The model cannot read its carried keys and values: its positions are learned and their offsets were "
+                "never measured. Call carryforward.measure_position_offsets(model, documents)."
             )
-        argument_checks.tokens(input_ids, attention_mask, state, final)
-        argument_checks.labels(labels, input_ids)
-        # without a state, windows whose activations may be in memory together are also run together
+        argument_checks.check_tokens(input_ids, attention_mask, state, final)
+        argument_checks.check_labels(labels, input_ids)
+        # Without a state, windows whose activations fit in memory together also run together.
         keep = recurrence.keep_windows
-        abreast = max(keep, 1) if keep != "auto" and torch.is_grad_enabled() else 1
-        reading = Reading(
+        plan = BatchPlan(
             self.config, input_ids, attention_mask, labels, state,
-            overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state, abreast=abreast,
+            overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
+            parallel_windows=max(keep, 1) if keep != "auto" and torch.is_grad_enabled() else 1,
             prefixes=prefixes,
         )  # fmt: skip
-        argument_checks.vocabulary(input_ids, attention_mask, self._vocabulary)
-        frame = recurrence.prefix, recurrence.suffix
-        if all(frame) and not any(state.read) and argument_checks.framed(input_ids, attention_mask, *frame):
+        argument_checks.check_vocabulary(input_ids, attention_mask, self._vocabulary)
+        special = recurrence.prefix, recurrence.suffix
+        new = all(special) and not any(state.read)
+        if new and argument_checks.has_special_tokens(input_ids, attention_mask, *special):
             logger.warning_once(
-                "The documents begin and end with special tokens, which every window is given anyway. Tokenise with "
-                "add_special_tokens=False."
+                "The documents begin and end with special tokens, which are added to every window anyway. Tokenise "
+                "with add_special_tokens=False."
             )
-        argument_checks.classes(labels, attention_mask, self._num_classes)
-        return reading
+        argument_checks.check_classes(labels, attention_mask, self._num_classes)
+        return plan
 
-    def _inputs(self, work: Work) -> tuple[hooks.HookContext, dict]:
-        """What the base model is called with for one window."""
-        carry, keeping, ids = hooks.HookContext(), self.recurrence.keeping, work.ids
-        if keeping is not None:
-            attention.use_wrapped_attention(self.backbone.config)
-            carry.noting = bool(work.pooled)
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": work.mask, "carry": carry, "return_dict": True}
-        if work.types is not None:
-            inputs["token_type_ids"] = work.types
-        if work.carried is not None:
-            carried, carry.before = self._parts(work.carried)
-            carry.slots = self._slots(carried)
-            if keeping is not None and carry.before is not None:
-                carry.earlier = keeping.entering(carry.before)
-                if keeping.places is not None:
-                    prefix = len(self.config.recurrence.prefix) if work.leads is None else work.leads
-                    positions = keeping.standing(torch.arange(ids.shape[1], device=ids.device)[None], prefix)
-                    inputs["position_ids"] = self.config.architecture.position_ids(self.backbone.config, positions)
-        if self.config.architecture.causal:
-            inputs["use_cache"] = False
-        return carry, inputs
+    def _run(self, plan: BatchPlan, outputs: OutputSpec | None) -> tuple[list[bptt.Outputs], Tensor]:
+        """Run the windows: their outputs (None: the summed loss), and the flat state after them, [B, m].
 
-    def _states(self, carry: hooks.HookContext, work: Work) -> tuple[Tensor, ...]:
-        """The states that a window passes on, one for each range of positions, [b, m]."""
-        outputs, noted = carry.take_outputs(), carry.take_noted()
-        rest = noted, carry.before, self._turn, work.leads
-        return tuple(self.recurrence(outputs, span, *rest) for span in work.pooled)
+        With gradients enabled and no outputs, the parameters' gradients are computed here, not in `backward`.
+        """
+        return run_windows.run_windows(
+            self, plan, outputs,
+            budget=self.activation_budget, graphs=self.graph_cache, capturable=self._capturable_outputs,
+        )  # fmt: skip
 
-    def _window(self, work: Work) -> Result:
-        """One window's loss or outputs, and states: all that runs on a device, and no decision that depends on data."""
-        carry, inputs = self._inputs(work)
-        given: tuple[Tensor, ...] = ()
-        if work.targets is not None:
-            given = (self._nll_sum(inputs, work.targets, work.start),)
-        elif work.outputs:
-            given = self._given(inputs, work.start)
-        else:
-            self.backbone(**inputs)
-        return given, self._states(carry, work)
-
-    def _measured_window(self, work: Work) -> Result:
-        """The same; what its graph takes is noted, if that is not known."""
-        if not torch.is_grad_enabled():
-            return self._window(work)
-        with self.activation_budget.measuring(work.kind, self.parameters()):
-            return self._window(work)
-
-    def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
-        """What the head's output is made of, as `recording.Result` has it; positions count from `start` on."""
-        raise NotImplementedError
-
-    def _nll_sum(self, inputs: dict[str, Any], targets: Tensor, start: int) -> Tensor:
-        """The summed loss of a window's positions from `start` on."""
-        raise NotImplementedError
-
-    def _unroll(self, reading: Reading, emit: Emit | None) -> tuple[list[bptt.Emission], Tensor]:
-        """Run the windows: what they emit (without `emit`, the summed loss), and the state after them, [B, m]."""
-        recurrence = self.config.recurrence
-        modules, weights = self._modules_and_weights()
-        parameters = [parameter for parameter in weights if parameter.requires_grad]
-        sharded = self._is_sharded(modules)
-        keep_graph = torch.is_grad_enabled() and (recurrence.keep_graph or sharded or bptt.hooked(parameters))
-        self._sharded = sharded
-        # whoever looks at what graphs hold on to, to keep it elsewhere or compute it again, finds none of a recording's
-        watched = torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        recordable = (emit is None or self._small) and not sharded and not keep_graph and not watched
-        graph_cache = self.graph_cache.begin(self, modules, weights, lasting=emit is not None) if recordable else None
-        training = any(module.training for module in modules)
-        run = self._window if keep_graph else self._measured_window  # nothing is kept or not where all is
-        program = Program(self, reading, emit, graph_cache, (training, len(parameters)), run)
-        if sharded and emit is None:
-            program.idle()
-        # without states to pass on, windows are run once, in the second pass
-        self.activation_budget.keep = recurrence.keep_windows if reading.use_state or emit is not None else 0
-        plan = bptt.Plan(
-            program=program,
-            parameters=parameters,
-            always={parameter for parameter in self.recurrence.parameters() if parameter.requires_grad},
-            loss_only=emit is None,
-            keep_graph=keep_graph,
-            allowance=self.activation_budget,
-            offload=recurrence.offload_states,
-            seeds=bptt.draw_seeds(len(program.cells)) if training else None,
-            devices={weight.device for weight in weights},
-        )
-        return bptt.unroll(plan, self._table(reading.before))
+    def _state(self, plan: BatchPlan, flat: Tensor, summary: Tensor | None = None) -> State:
+        """The `State` after a call, from the flat state after its windows."""
+        return plan.final_state(self.memory.unflatten(flat), summary)
 
     @torch.no_grad()
     def advance_state(
@@ -254,68 +164,97 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         use_state: bool = True,
         final: bool = False,
     ) -> State:
-        """Where documents stand after more tokens. Only windows that are complete are run, and only for their state.
+        """The state after more tokens. Only complete windows run, and only for their state.
 
         Args:
             final: the documents end here: a last window that is not full passes on what it has, and the state is that
-                of the whole document. There is nothing to go on with then.
+                of the whole document. It cannot be continued then.
         """
-        reading = self._plan(
+        plan = self._plan(
             input_ids, attention_mask, None, state,
             overlap=overlap, use_state=use_state, outputs=final, final=final, closing=final,
         )  # fmt: skip
-        modules, weights = self._modules_and_weights()
-        graph_cache = None if self._is_sharded(modules) else self.graph_cache.begin(self, modules, weights)
-        program = Program(self, reading, None, graph_cache)
-        table = self._table(reading.before)
-        for cell in reading.cells:
-            _, table = program.advance(cell, table, head=False)
-        return reading.state(*self._parts(table))
+        return self._state(plan, run_windows.advance_state(self, plan, self.activation_budget, self.graph_cache))
 
-    def _modules_and_weights(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
-        modules = list(self.modules())
-        found = {weight: None for module in modules for weight in module._parameters.values() if weight is not None}
-        return modules, list(found)
+    # --- one window ----------------------------------------------------------------------------------------------
 
-    def _is_sharded(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether FSDP gathers weights window by window. Gradients must then reach it through the plain graph, and all
-        ranks must run as many windows."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return False
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    def run_window(self, window: WindowInputs) -> WindowOutputs:
+        """Run one window: its loss or outputs, and the states it passes on. See `engine.window_model.WindowModel`."""
+        context, previous, inputs = self._base_inputs(window)
+        outputs: tuple[Tensor, ...] = ()
+        if window.targets is not None:
+            outputs = (self._window_loss(inputs, window),)
+        elif window.outputs:
+            outputs = *self._window_outputs(inputs, window.start), *context.attention_to_state.values()
+        else:
+            self.backbone(**inputs)
+        layer_outputs, window_kv = context.take_layer_outputs(), context.take_window_kv()
+        states = (
+            self.memory(layer_outputs, window_kv, span, previous, self.rerotate, window.prefix_lengths)
+            for span in window.spans
+        )
+        return outputs, tuple(states)
 
-        sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in modules)
-        if sharded and torch.is_grad_enabled() and not self.config.recurrence.keep_graph:
-            logger.warning_once(
-                "The weights are sharded (FSDP): the graph of all windows is kept instead of recomputing them, and "
-                "memory grows with their number."
-            )
-        return sharded
+    def _base_inputs(self, window: WindowInputs) -> tuple[HookContext, dict[str, Tensor] | None, dict[str, Any]]:
+        """The hooks' context of a window, the state it received, and the arguments of the base model's call."""
+        context, ids = HookContext(), window.ids
+        context.record_attention = window.record_attention
+        if self.memory.records_kv:
+            attention.use_wrapped_attention(self.backbone.config)
+            context.record_kv = bool(window.spans)
+        inputs: dict[str, Any] = {
+            "input_ids": ids, "attention_mask": window.mask, "hook_context": context, "return_dict": True,
+        }  # fmt: skip
+        if window.token_types is not None:
+            inputs["token_type_ids"] = window.token_types
+        state = None
+        if window.state is not None:
+            state = self.memory.unflatten(window.state)
+            self.memory.read(state, context)
+            prefix = len(self.config.recurrence.prefix) if window.prefix_lengths is None else window.prefix_lengths
+            positions = self.memory.shift_positions(torch.arange(ids.shape[1], device=ids.device)[None], prefix)
+            if positions is not None:
+                inputs["position_ids"] = self.config.architecture.position_ids(self.backbone.config, positions)
+        if self.config.architecture.causal:
+            inputs["use_cache"] = False
+        return context, state, inputs
+
+    def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
+        """What the head's output is made of, as in `WindowOutputs`; positions count from `start` on."""
+        raise NotImplementedError
+
+    def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
+        """The summed loss of a window's positions from `window.start` on."""
+        raise NotImplementedError
+
+    def run_empty(self) -> Tensor:
+        """A scalar 0 that depends on the weights: a sharded rank without windows must take part in gathering them."""
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        return self.base(input_ids=ids, use_cache=False).logits.sum() * 0
+
+    def rerotate(self, keys: Tensor, distance: int | Tensor) -> Tensor:
+        """Re-rotate keys as if they stood `distance` positions further back; see `Architecture.rerotate`."""
+        return self.config.architecture.rerotate(self.backbone, keys, distance, self.config.recurrence.window)
+
+    # --- state, vocabulary, speed --------------------------------------------------------------------------------
 
     def fresh_state(self, batch: int, overlap: int | None = None) -> State:
         """The state of documents of which nothing has been read yet."""
         overlap = self.config.recurrence.overlap if overlap is None else overlap
         counts = torch.zeros(batch, dtype=torch.long)
-        zeros, kept_shape = self.recurrence.weight.new_zeros, self.config.kept_shape
         return State(
-            carried=zeros(batch, *self.config.state_shape),
-            kept=None if kept_shape is None else zeros(batch, *kept_shape),
-            started=counts.bool(), tokens=counts[:, None][:, :0], pending=counts, read=counts,
-            signature=f"{self._signature}, overlap {overlap}",
+            memory=self.memory.initial(batch), started=counts.bool(), tokens=counts[:, None][:, :0], pending=counts,
+            read=counts, signature=f"{self._signature}, overlap {overlap}",
         )  # fmt: skip
 
     @property
     def _signature(self) -> str:
         """What a state must have in common with the model it is given to, in words for an error message."""
         base, recurrence = self.config.base_config, self.config.recurrence
-        shape = "x".join(map(str, self.config.state_shape))
-        kept = ""
-        if self.config.kept_shape is not None:
-            _, _, heads, _, size = self.config.kept_shape
-            kept = f"kept {recurrence.sinks}+{recurrence.kept} of {heads}x{size}, "
+        shapes = (f"{kind} {'x'.join(map(str, memory.shape))}" for kind, memory in self.memory.items())
         return (
-            f"{base.model_type} of {base.num_hidden_layers} layers, vocabulary {base.vocab_size}, state {shape}, "
-            f"{kept}window {recurrence.window}"
+            f"{base.model_type} of {base.num_hidden_layers} layers, vocabulary {base.vocab_size}, "
+            f"{', '.join(shapes)} ({recurrence.describe()}), window {recurrence.window}"
         )
 
     @property
@@ -324,13 +263,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     @property
     def _num_classes(self) -> int:
-        """How many values a label may have."""
+        """The number of values that a label may have."""
         return self._vocabulary
 
     @property
     def fast_path(self) -> FastPath:
-        """How windows are run on a GPU: "auto" records them once there are many, and compiles them once there are very
-        many; "compiled" does so from the first; "off" runs them as they are."""
+        """How windows run on a GPU: "auto" captures them once there are many, and compiles them once there are very
+        many; "compiled" does both from the first; "off" runs them eagerly."""
         return self.graph_cache.path
 
     @fast_path.setter
@@ -343,7 +282,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """Compile what a window runs: the base model without its head. The loop over windows stays Python."""
         self.backbone.compile(*args, **kwargs)
 
-    # --- Hugging Face ------------------------------------------------------------------------------------------
+    # --- Hugging Face --------------------------------------------------------------------------------------------
 
     def get_input_embeddings(self) -> Any:
         return self.base.get_input_embeddings()
@@ -358,8 +297,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         self.base.set_output_embeddings(value)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """For what is added to the base model later, such as embeddings; the recurrence starts itself."""
-        if not any(module is own for own in self.recurrence.modules()):
+        """Initialise what is added to the base model later, such as embeddings. Memories initialise themselves."""
+        if not any(module is own for own in self.memory.modules()):
             self.base._init_weights(module)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
@@ -374,14 +313,14 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         super().gradient_checkpointing_enable(settings, **kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Save as every Hugging Face model does; nothing half-written is ever seen at `save_directory`."""
-        refuse_to_lose(self)
+        """Save as every Hugging Face model does; nothing half-written ever appears at `save_directory`."""
+        check_memory_saved(self)
         if not kwargs.get("is_main_process", True):
             return super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("push_to_hub"):
-            kwargs.setdefault("repo_id", Path(save_directory).resolve().name)  # not that of the folder beside
-        with checkpoints.atomic_folder(save_directory) as beside:
-            super().save_pretrained(beside, **kwargs)
+            kwargs.setdefault("repo_id", Path(save_directory).resolve().name)  # not the temporary folder's name
+        with atomic_folder(save_directory) as temporary:
+            super().save_pretrained(temporary, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

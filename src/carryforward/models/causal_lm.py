@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrent models, one class per head, all ordinary `PreTrainedModel`s.
-
-Each says what a window gives out and how that becomes the call's output: logits or hidden states for every token, a
-loss computed inside the window, or one vector per window for a classifier of whole documents.
-"""
+"""The recurrent causal language model."""
 
 from typing import Any
 
@@ -12,12 +8,13 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.utils import can_return_tuple
 
-from ..engine import chunked_loss
+from ..engine.loss import projected_nll_sum
+from ..engine.window_model import WindowInputs
 from ..state import State
 from . import argument_checks
 from .generation import Generation
 from .outputs import RecurrentOutput, columns_to_keep
-from .token_outputs import TokenOutputModel
+from .token_model import TokenOutputModel
 from .window_cache import WindowCache, check_cache
 
 
@@ -25,16 +22,18 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
     """A causal language model that reads documents of any length, window by window, carrying a state."""
 
     auto_class = "AutoModelForCausalLM"
-    _small = False
+    _capturable_outputs = False
 
-    def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
+    def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs, logits_to_keep=width - start).logits
 
-    def _nll_sum(self, inputs: dict[str, Any], targets: Tensor, start: int) -> Tensor:
-        projection = None if self._sharded else self.config.architecture.projection(self.base)
-        if projection is None:  # FSDP gathers weights when the model that owns them is called
-            return super()._nll_sum(inputs, targets, start)
-        return chunked_loss.projected_nll_sum(self.backbone(**inputs).last_hidden_state[:, start:], projection, targets)
+    def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
+        projection = self.config.architecture.output_projection(self.base) if window.chunked_loss else None
+        if projection is None:
+            return super()._window_loss(inputs, window)
+        assert window.targets is not None
+        hidden = self.backbone(**inputs).last_hidden_state[:, window.start :]
+        return projected_nll_sum(hidden, projection, window.targets)
 
     @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
@@ -55,22 +54,22 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them.
 
-        With labels and gradients enabled, the gradients are computed already here: evaluate under `torch.no_grad()`.
+        With labels and gradients enabled, the gradients are already computed here: evaluate under `torch.no_grad()`.
 
         Args:
             input_ids: the documents' tokens, [B, N], of any length.
             attention_mask: 0 where a row is padded, left or right.
             labels: as in Hugging Face: shifted inside, -100 is not scored; usually `input_ids` itself.
-            state: an earlier call's `state`, to go on from there; the first new token is then scored too.
+            state: an earlier call's `state`, to continue from; the first new token is then scored too.
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone, as with the base model. True by default.
             logits_to_keep: compute logits for the last so many columns only, or for the columns listed; 0 is all.
-            return_logits: give logits beside the loss; without labels they are always given.
+            return_logits: return logits beside the loss; without labels they are always returned.
             num_items_in_batch: divide the loss by this instead of the number of scored targets.
-            past_key_values: `generate`'s: read the next tokens, and give the logits of the last one only.
-            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
+            past_key_values: from `generate`: read the next tokens, and return the logits of the last one only.
+            **others: arguments of Hugging Face models that must not request anything here.
         """
-        argument_checks.neutral(others)
+        argument_checks.refuse_unsupported(others)
         if past_key_values is not None:
             check_cache(
                 past_key_values, labels=labels, state=state, overlap=overlap, use_state=use_state,
@@ -82,11 +81,11 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
             return RecurrentOutput(logits=next_logits, past_key_values=past_key_values)
         outputs = labels is None if return_logits is None else return_logits
         use_state = True if use_state is None else use_state
-        reading = self._plan(
+        plan = self._plan(
             input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=False
         )
-        columns, width, order = columns_to_keep(logits_to_keep, reading.width) if outputs else (None, 0, None)
-        logits, fields = self._run(reading, columns, width, num_items_in_batch)
+        columns, width, order = columns_to_keep(logits_to_keep, plan.width) if outputs else (None, 0, None)
+        logits, fields = self._read_documents(plan, columns, width, num_items_in_batch)
         if logits is not None and order is not None:
             logits = logits[:, order.to(logits.device)]
         return RecurrentOutput(logits=logits, **fields)

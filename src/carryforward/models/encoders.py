@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrent models, one class per head, all ordinary `PreTrainedModel`s.
-
-Each says what a window gives out and how that becomes the call's output: logits or hidden states for every token, a
-loss computed inside the window, or one vector per window for a classifier of whole documents.
-"""
+"""Recurrent encoders with a head: masked language model, token and sequence classification."""
 
 from typing import Any
 
@@ -12,23 +8,16 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.utils import can_return_tuple
 
-from ..engine.window_program import Emit
+from ..engine.window_program import OutputSpec
 from ..state import State
 from . import argument_checks
 from .base import RecurrentPreTrainedModel
-from .outputs import RecurrentOutput, columns_of, summarise
-from .token_outputs import TokenOutputModel
+from .outputs import RecurrentOutput, input_layout, max_over_windows
+from .token_model import TokenOutputModel
 
 
-class _LabelledEncoder(TokenOutputModel):
-    """Encoders with logits and labels for every token."""
-
-    def _gives_logits(self, labels: Tensor | None) -> bool:
-        """Whether logits are given when the call does not say."""
-        return labels is None
-
-    def _outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
-        return self.base(**inputs).logits[:, start:]
+class EncoderHead(RecurrentPreTrainedModel):
+    """The call that all encoder heads share."""
 
     @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
     @can_return_tuple
@@ -52,41 +41,66 @@ class _LabelledEncoder(TokenOutputModel):
         Args:
             input_ids: the documents' own tokens, [B, N]; special tokens are added to every window.
             attention_mask: 0 where a row is padded, left or right.
-            labels: one for every token, [B, N]; -100 is not scored.
-            state: an earlier call's `state`, to go on from there.
+            labels: one for every token, [B, N], where -100 is not scored; for a sequence classifier one per document,
+                and as for the base model the loss follows `config.problem_type`.
+            state: an earlier call's `state`, to continue from.
             token_type_ids: accepted for convenience; must be all zero.
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone, as with the base model.
             final: the documents end here. Give False for every piece but the last when reading in pieces: a window is
-                given out and scored once it is complete, so outputs then start where `emitted` says.
-            return_logits: give logits beside the loss; without labels they are always given, and a classifier's also
-                where no gradients are computed, since they are small and evaluation wants them.
-            num_items_in_batch: divide the loss by this instead of the number of scored targets.
-            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
+                returned and scored once it is complete, so outputs then start where `emitted` says. A sequence
+                classifier returns logits and loss with the last piece only.
+            return_logits: return logits beside the loss; without labels they are always returned, and a classifier's
+                also without gradients, since they are small and evaluation needs them.
+            num_items_in_batch: divide the loss by this instead of the number of scored targets (token outputs only).
+            **others: arguments of Hugging Face models that must not request anything here.
         """
-        argument_checks.token_types(token_type_ids)
-        argument_checks.neutral(others)
-        outputs = self._gives_logits(labels) if return_logits is None else return_logits
-        reading = self._plan(
-            input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=final
-        )
-        logits, fields = self._run(reading, *columns_of(reading, state), num_items_in_batch)
+        argument_checks.refuse_unsupported({**others, "token_type_ids": token_type_ids})
+        returns_logits = self._returns_logits(labels) if return_logits is None else return_logits
+        documents = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "state": state,
+            "overlap": overlap, "use_state": use_state, "final": final,
+        }  # fmt: skip
+        return self._read(documents, labels, returns_logits, num_items_in_batch)
+
+    def _returns_logits(self, labels: Tensor | None) -> bool:
+        """Whether logits are returned if the call does not say."""
+        return labels is None
+
+    def _read(
+        self, documents: dict[str, Any], labels: Tensor | None, returns_logits: bool, num_items: Tensor | int | None
+    ) -> RecurrentOutput:
+        """The output of a call; `documents` are the arguments of `_plan`."""
+        raise NotImplementedError
+
+
+class _TokenHead(TokenOutputModel, EncoderHead):
+    """An encoder with logits and labels for every token."""
+
+    def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
+        return self.base(**inputs).logits[:, start:]
+
+    def _read(
+        self, documents: dict[str, Any], labels: Tensor | None, returns_logits: bool, num_items: Tensor | int | None
+    ) -> RecurrentOutput:
+        plan = self._plan(**documents, labels=labels, outputs=returns_logits)
+        logits, fields = self._read_documents(plan, *input_layout(plan, documents["state"]), num_items)
         return RecurrentOutput(logits=logits, **fields)
 
 
-class RecurrentForMaskedLM(_LabelledEncoder):
+class RecurrentForMaskedLM(_TokenHead):
     """A masked language model that reads documents of any length."""
 
     auto_class = "AutoModelForMaskedLM"
-    _small = False
+    _capturable_outputs = False
 
 
-class RecurrentForTokenClassification(_LabelledEncoder):
+class RecurrentForTokenClassification(_TokenHead):
     """A token classifier that reads documents of any length."""
 
     auto_class = "AutoModelForTokenClassification"
 
-    def _gives_logits(self, labels: Tensor | None) -> bool:
+    def _returns_logits(self, labels: Tensor | None) -> bool:
         return labels is None or not torch.is_grad_enabled()
 
     @property
@@ -94,65 +108,42 @@ class RecurrentForTokenClassification(_LabelledEncoder):
         return len(self.config.id2label)  # type: ignore[arg-type]
 
 
-class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
+class RecurrentForSequenceClassification(EncoderHead):
     """A classifier of whole documents: the first token's final state, max-pooled over windows (section 5.4)."""
 
     auto_class = "AutoModelForSequenceClassification"
     accepts_loss_kwargs = False  # one label a document: `Trainer` may average by itself
 
-    def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
-        return (self.backbone(**inputs).last_hidden_state[:, 0].clone(),)  # a view would keep the whole window's
+    def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
+        return (self.backbone(**inputs).last_hidden_state[:, 0].clone(),)  # a view would keep the whole window alive
 
-    def _check_labels(self, labels: Tensor, rows: int) -> None:
-        """Where a document is of one class; what else labels can be is the loss's to judge."""
-        number = len(self.config.id2label)  # type: ignore[arg-type]
-        single = self.config.problem_type in (None, "single_label_classification") and number > 1
-        if single and not labels.is_floating_point():
-            argument_checks.one_each(labels.view(-1), rows, "labels")
-            argument_checks.classes(labels, None, number)
+    def _returns_logits(self, labels: Tensor | None) -> bool:
+        return True
 
-    @torch.compiler.disable  # planning is Python; `compile` compiles what a window runs
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        state: State | None = None,
-        *,
-        token_type_ids: Tensor | None = None,
-        overlap: int | None = None,
-        use_state: bool = True,
-        final: bool = True,
-        **others: Any,
+    def _read(
+        self, documents: dict[str, Any], labels: Tensor | None, returns_logits: bool, num_items: Tensor | int | None
     ) -> RecurrentOutput:
-        """Read documents, or the next piece of them.
-
-        Args:
-            input_ids: the documents' own tokens, [B, N]; special tokens are added to every window.
-            attention_mask: 0 where a row is padded, left or right.
-            labels: one per document; as for the base model, the loss follows `config.problem_type`.
-            state: an earlier call's `state`, to go on from there.
-            token_type_ids: accepted for convenience; must be all zero.
-            overlap: read at another overlap than the model was made for.
-            use_state: False removes the state: every window stands alone.
-            final: the documents end here. With False nothing is classified yet, and labels are not used.
-            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
-        """
-        argument_checks.token_types(token_type_ids)
-        argument_checks.neutral(others)
-        reading = self._plan(
-            input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
-        )
-
+        if num_items is not None:
+            raise ValueError("num_items_in_batch: a sequence classifier averages over documents. Leave it out.")
+        final = documents["final"]
+        plan = self._plan(**documents, labels=None, outputs=True)
         if labels is not None and final:
-            self._check_labels(labels, len(reading.read))
-        emissions, carried = self._unroll(reading, Emit(lambda cell, first: (first,)))
-        summary = summarise(reading, [first for (first,) in emissions])
+            self._check_labels(labels, len(plan.read))
+        results, flat = self._run(plan, OutputSpec(lambda batch, first_token: (first_token,)))
+        summary = max_over_windows(plan, [first_token for (first_token,) in results])
         logits = loss = None
         if final:
             assert summary is not None, "documents that end have had a window"
             logits = self.config.architecture.classify(self.base, summary)  # type: ignore[misc]
             loss = None if labels is None else ForSequenceClassificationLoss(labels, logits, self.config)
-        state, emitted = reading.state(*self._parts(carried), summary), torch.tensor(reading.emitted())
-        return RecurrentOutput(loss=loss, logits=logits, emitted=emitted, state=state)
+        emitted = torch.tensor(plan.emitted())
+        logits = logits if returns_logits else None
+        return RecurrentOutput(loss=loss, logits=logits, emitted=emitted, state=self._state(plan, flat, summary))
+
+    def _check_labels(self, labels: Tensor, rows: int) -> None:
+        """Check labels of a single class per document; the loss judges all others."""
+        number = len(self.config.id2label)  # type: ignore[arg-type]
+        single = self.config.problem_type in (None, "single_label_classification") and number > 1
+        if single and not labels.is_floating_point():
+            argument_checks.check_one_each(labels.view(-1), rows, "labels")
+            argument_checks.check_classes(labels, None, number)

@@ -99,9 +99,10 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
         model = load_model(cls.from_pretrained, name, dtype=torch.float32)
         loaded = Loaded(name, model, tokenizer, _run_of(name))
     else:
-        positions = architecture_of(config).positions(config)
+        positions = architecture_of(config).max_positions(config)
         plain = load_model(AutoModel.from_pretrained, name, dtype=torch.float32)
-        model = add_recurrence(plain, tokenizer=tokenizer, window=window or min(positions, 512))
+        window = window or min(positions, 512)
+        model = add_recurrence(plain, tokenizer=tokenizer, window=window, memory="vector")  # its state is not used
         loaded = Loaded(name, model, tokenizer, untrained=True)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
@@ -122,21 +123,21 @@ def need_state(name: str) -> None:
         )
 
 
-def load_finder(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
+def load_question_answering(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
     """Load a model that finds answers: a recurrent one, or a plain question-answering one, read in windows."""
-    config, tokenizer = describe_finder(name, window=window), load_tokenizer(name)
+    config, tokenizer = describe_question_answering(name, window=window), load_tokenizer(name)
     model = load_model(AutoModelForQuestionAnswering.from_pretrained, name, dtype=torch.float32)
     if not isinstance(config, RecurrentModelConfig):
         fields: dict[str, Any] = {} if window is None else {"window": window}
-        model = add_recurrence(model, tokenizer=tokenizer, **fields)
+        model = add_recurrence(model, tokenizer=tokenizer, preset="paper", **fields)
         model.config.use_state = False
     loaded = Loaded(name, model, tokenizer, _run_of(name), untrained=not model.config.use_state)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
 
 
-def describe_finder(name: str, *, window: int | None = None) -> PreTrainedConfig:
-    """The config of what `load_finder` would load; refuses what finds no answers."""
+def describe_question_answering(name: str, *, window: int | None = None) -> PreTrainedConfig:
+    """The config of what `load_question_answering` would load; refuses what finds no answers."""
     config = load_config(name)
     if isinstance(config, RecurrentModelConfig):
         if config.architectures != [RecurrentForQuestionAnswering.__name__]:
@@ -225,7 +226,7 @@ def _make_plain(model: PreTrainedModel) -> None:
 
 def _run_of(name: str) -> dict[str, Any] | None:
     path = Path(name)
-    is_checkpoint = path.is_dir() and path in checkpoints.of_run(path.parent)
+    is_checkpoint = path.is_dir() and path in checkpoints.list_checkpoints(path.parent)
     for folder in (path, path.parent) if is_checkpoint else (path,):
         if name != BUNDLED and (folder / RUN_FILE).is_file():
             try:
@@ -242,6 +243,6 @@ def _run_of(name: str) -> dict[str, Any] | None:
 def _no_model(path: Path) -> str:
     if not (path / RUN_FILE).exists():
         return f"model {str(path)!r}: this folder holds no model (config.json is missing)."
-    found = [folder for folder in checkpoints.of_run(path) if checkpoints.is_complete(folder)]
+    found = [folder for folder in checkpoints.list_checkpoints(path) if checkpoints.is_complete(folder)]
     hint = f" Its newest checkpoint is {found[-1]}." if found else ""
     return f"model {str(path)!r}: this run is not finished. Run the same train command again to go on.{hint}"

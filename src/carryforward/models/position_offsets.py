@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a position adds to keys and values on average: with it a model that has learned positions reads what is kept.
+"""Position offsets: the average contribution of each learned position to keys and values.
 
-Where positions are learned vectors, a key says where its token stood: kept for the next window, it must say that it
-stands further back. What a layer makes of a token is, to a good part, a sum of what the token and what its position
-contribute, so the mean over many texts, position by position, shows the latter, and keys and values are moved from one
-position to another by the difference of two means.
+If positions are learned vectors, a key encodes the position of its token. Carried to the next window, it must encode a
+position further back. To a good approximation a layer's keys and values are a sum of what the token and what its
+position contribute. The mean over many texts, position by position, shows the latter: keys and values are moved from
+one position to another by the difference of two means.
 """
 
 from collections.abc import Sequence
@@ -12,68 +12,99 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from ..backbones import attention, hooks
-from ..utils.peft import unwrapped
-from ..utils.progress import Progress, bar
+from ..backbones import attention
+from ..backbones.hooks import HookContext
+from ..data.documents import load_documents
+from ..memories.kv import KVMemory, KVMemoryConfig
+from ..settings import PYTHON_DOCS
+from ..utils.peft import get_recurrent_model
+from ..utils.progress import ProgressBar, ProgressCallback
 from . import argument_checks
 from .base import RecurrentPreTrainedModel, eval_mode
 
 logger = logging.get_logger(__name__)
 
-ROWS = 128  # stretches of text: with more, what is kept is read no better
-FEW = 16  # with fewer it is read badly
-_AT_ONCE = 8
+ROWS = 128  # stretches of text: more do not improve what is read
+MIN_ROWS = 16  # with fewer, carried keys and values are read badly
+_BATCH = 8
 
 
 def needs_position_offsets(model: RecurrentPreTrainedModel) -> bool:
-    """Whether something is kept, positions are learned, and nothing has been measured or learned yet."""
-    return model.recurrence.keeping is not None and not model.recurrence.keeping.known
+    """Whether keys and values are carried, positions are learned, and their offsets were never measured or trained."""
+    return not model.memory.ready
+
+
+def built_in_documents(model: RecurrentPreTrainedModel, tokenizer: Any = None) -> Sequence[Any]:
+    """Token ids of the built-in text, with a model's own tokenizer: the one given, or the one saved beside it."""
+    name = model.base.name_or_path
+    try:
+        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(name) if name else None
+    except (OSError, ValueError):
+        tokenizer = None
+    if tokenizer is None:
+        raise ValueError(
+            f"{model.config.base_config.model_type} has learned positions: carried keys and values can be read only "
+            "after measuring position offsets on some text. Give documents=... (texts or token ids) or tokenizer=..., "
+            "or use memory='vector'."
+        )
+    logger.warning(
+        "Position offsets are measured on the built-in text, Python's documentation in English. For other languages or "
+        "domains give documents=..."
+    )
+    return load_documents(PYTHON_DOCS, "train", tokenizer)
 
 
 @torch.no_grad()
 def measure_position_offsets(
-    model: RecurrentPreTrainedModel, documents: Sequence[Any], *, rows: int = ROWS, progress: Progress | None = None
+    model: RecurrentPreTrainedModel,
+    documents: Sequence[Any],
+    *,
+    rows: int = ROWS,
+    progress: ProgressCallback | None = None,
 ) -> None:
-    """Start the `places` of a model that keeps keys and values and has learned positions. No weight of the base model
-    is touched, and nothing is done for models with rotary positions, which need none.
+    """Measure the position offsets of a model that carries keys and values and has learned positions.
+
+    No weight of the base model changes. Models with rotary positions need no offsets and are left as they are.
 
     Args:
         documents: token ids of texts, without special tokens, in the language the model is to read.
         rows: how many stretches of them are read.
-        progress: called with the rows done and all rows; without it, a bar if there is a terminal.
+        progress: called with the rows done and all rows; by default a progress bar on a terminal.
     """
-    model = unwrapped(model)
+    model = get_recurrent_model(model)
     if not isinstance(model, RecurrentPreTrainedModel):
-        raise ValueError(f"model is a {type(model).__name__}: add recurrence first (add_recurrence(model, kept=...)).")
+        raise ValueError(f"model is a {type(model).__name__}: add recurrence first (add_recurrence(model)).")
     if rows < 1:
         raise ValueError(f"rows={rows} must be at least 1.")
-    keeping = model.recurrence.keeping
-    if keeping is None or keeping.places is None:
+    memory = model.memory.get(KVMemoryConfig.kind)
+    if not isinstance(memory, KVMemory) or memory.position_offsets is None:
         return
     attention.use_wrapped_attention(model.backbone.config)
     prefix = model.config.recurrence.prefix
-    texts = _stretches(documents, keeping.places.shape[-2] - len(prefix), rows)
-    argument_checks.vocabulary(torch.from_numpy(texts), None, model._vocabulary)
-    if len(texts) < min(rows, FEW):
+    texts = _stretches(documents, memory.position_offsets.shape[-2] - len(prefix), rows)
+    argument_checks.check_vocabulary(torch.from_numpy(texts), None, model._vocabulary)
+    if len(texts) < min(rows, MIN_ROWS):
         logger.warning(
-            "Only %d stretches of %d tokens to measure positions on: what is kept will be read badly. Give %d of them.",
-            len(texts), texts.shape[1], ROWS,
+            "Position offsets are measured on only %d stretches of %d tokens: carried keys and values will be read "
+            "badly. Give text for %d.", len(texts), texts.shape[1], ROWS,
         )  # fmt: skip
-    total = torch.zeros(keeping.places.shape, dtype=torch.float64)  # here: not every device has such numbers
-    with eval_mode(model), bar(progress, "measuring positions", after=2) as report:
-        for begin in range(0, len(texts), _AT_ONCE):
-            part = torch.from_numpy(texts[begin : begin + _AT_ONCE]).to(model.device)
-            front = torch.tensor(prefix, dtype=torch.long, device=part.device).expand(len(part), -1)
-            carry = hooks.HookContext()
-            carry.noting = True
-            model.backbone(input_ids=torch.cat([front, part], dim=1), carry=carry, return_dict=True)
-            for layer, pair in enumerate(carry.take_noted()):
-                for i, found in enumerate(pair):
-                    total[layer, i] += found.sum(0, dtype=torch.float32).cpu()
-            report(begin + len(part), len(texts))
-    keeping.places.copy_(total / len(texts))
+    total = torch.zeros(memory.position_offsets.shape, dtype=torch.float64)  # on the CPU: some devices lack float64
+    bar = ProgressBar("measuring position offsets", len(texts), "rows", library=True, callback=progress)
+    with eval_mode(model), bar:
+        for begin in range(0, len(texts), _BATCH):
+            batch = torch.from_numpy(texts[begin : begin + _BATCH]).to(model.device)
+            front = torch.tensor(prefix, dtype=torch.long, device=batch.device).expand(len(batch), -1)
+            context = HookContext()
+            context.record_kv = True
+            model.backbone(input_ids=torch.cat([front, batch], dim=1), hook_context=context, return_dict=True)
+            for layer, pair in enumerate(context.take_window_kv()):
+                for i, tensor in enumerate(pair):
+                    total[layer, i] += tensor.sum(0, dtype=torch.float32).cpu()
+            bar.update(begin + len(batch))
+    memory.position_offsets.copy_(total / len(texts))
 
 
 def _stretches(documents: Sequence[Any], length: int, rows: int) -> np.ndarray:
@@ -82,13 +113,13 @@ def _stretches(documents: Sequence[Any], length: int, rows: int) -> np.ndarray:
         count = min(len(documents), rows)
         chosen = [np.asarray(documents[i * len(documents) // count], dtype=np.int64) for i in range(count)]
     except (TypeError, ValueError, KeyError) as error:
-        raise ValueError("documents must be a list of token ids for each text, as `tokenise` gives.") from error
+        raise ValueError("documents must be a list of token ids for each text, as `tokenise` returns.") from error
     share = -(-rows * length // max(count, 1))
     middles = [text[max((len(text) - share) // 2, 0) :][:share] for text in chosen]
     joined = np.concatenate([np.empty(0, np.int64), *middles])
     if len(joined) < length:
         raise ValueError(
-            f"documents have {len(joined):,} tokens where {length:,} are needed, better {rows * length:,}: as many as "
-            "a window and what is kept before it. Give more text."
+            f"documents have {len(joined):,} tokens. At least {length:,} are needed, those of a window and of what is "
+            f"carried; {rows * length:,} are better. Give more text."
         )
     return joined[: len(joined) // length * length].reshape(-1, length)[:rows]

@@ -2,8 +2,8 @@
 """Extractive question answering over documents longer than the model (section 5.4 of the paper).
 
 Every window is the question, a separator and the next stretch of the document. Starts and ends are scored over the
-document's tokens in all windows together; whether the answer is a stretch of it, yes, no, or not there at all is told
-by the first token's final state, max-pooled over windows.
+document's tokens in all windows together. The kind of the answer (a span of the document, yes, no, or none) is
+predicted from the first token's final state, max-pooled over windows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,26 +17,26 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, can_return_tuple
 
 from ..config import RecurrentModelConfig
-from ..engine import chunked_loss
-from ..engine.window_batches import Cell
-from ..engine.window_program import Emit
+from ..engine.loss import to_float32
+from ..engine.window_batches import WindowBatch
+from ..engine.window_program import OutputSpec
 from ..windows import IGNORE
 from . import argument_checks
 from .base import RecurrentPreTrainedModel
-from .outputs import Given, spread, summarise
+from .outputs import OutputLayout, max_over_windows, scatter_outputs
 
-KINDS = ("span", "yes", "no", "none")  # of answers
-_LEAST = 0.02  # what a kind is likely at first, however rare, so that it can be learned later
+ANSWER_KINDS = ("span", "yes", "no", "none")  # of answers
+_MIN_SHARE = 0.02  # a kind's initial probability, however rare it is, so that it can be learned later
 
 
 @dataclass
 class AnswerOutput(ModelOutput):
-    """What a question-answering model gives back.
+    """The output of a question-answering model.
 
     Attributes:
-        loss: of the kinds of answers, and the mean of starts and ends; each a mean over the rows that have one.
+        loss: of the kinds, plus the mean of starts and ends; each a mean over the rows that have one.
         start_logits, end_logits: for every token of the documents, in the layout of the input; -inf at padding.
-        kind_logits: [B, 4], in the order of `KINDS`.
+        kind_logits: [B, 4], in the order of `ANSWER_KINDS`.
     """
 
     loss: Tensor | None = None
@@ -53,40 +53,40 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
 
     def __init__(self, config: RecurrentModelConfig, base: PreTrainedModel | None = None):
         super().__init__(config, base)
-        self.kinds = nn.Linear(config.base_config.hidden_size, len(KINDS))
+        self.kinds = nn.Linear(config.base_config.hidden_size, len(ANSWER_KINDS))
         nn.init.zeros_(self.kinds.weight)
-        self._begin_with([KINDS.index("span")])
+        self._set_prior([ANSWER_KINDS.index("span")])
         self.kinds._is_hf_initialized = True  # type: ignore[assignment]
 
-    def _given(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
+    def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         """Scores for starts and ends [b, n, 2], and the first token's vector [b, k]."""
         hidden = self.backbone(**inputs).last_hidden_state
         scores = self.config.architecture.answer(self.base, hidden)  # type: ignore[misc]
-        return scores, hidden[:, 0].clone()  # a view would keep every window's states until the last is read
+        return scores, hidden[:, 0].clone()  # a view would keep every window alive
 
     def heads(self) -> list[tuple[str, nn.Module]]:
-        """What is above the encoder, by name: the base model's head, and what tells kinds of answers apart."""
+        """The heads by name: the base model's, and the one that predicts kinds of answers."""
         own = [(name, part) for name, part in self.base.named_children() if part is not self.backbone]
         return [("kinds", self.kinds), *((name, part) for name, part in own if any(True for _ in part.parameters()))]
 
     @property
-    def tells_kinds(self) -> bool:
-        """Whether it was ever trained to: or it only knows stretches of the document."""
+    def predicts_kinds(self) -> bool:
+        """Whether it was trained to predict kinds of answers; otherwise it only knows spans."""
         return bool(self.kinds.weight.any())
 
-    def expect(self, kinds: Sequence[int]) -> None:
-        """Begin training with kinds of answers as likely as they are among these, in the order of `KINDS`; without it
-        spans are. A model that was trained before, on spans alone too, stays as it is."""
-        if not self.tells_kinds:
-            self._begin_with(kinds)
+    def init_kind_prior(self, kinds: Sequence[int]) -> None:
+        """Start training with kinds of answers as probable as they are among these, indices of `ANSWER_KINDS`. A model
+        that was trained to predict kinds before stays as it is."""
+        if not self.predicts_kinds:
+            self._set_prior(kinds)
 
     @torch.no_grad()
-    def _begin_with(self, kinds: Sequence[int]) -> None:
-        shares = [kinds.count(kind) / len(kinds) for kind in range(len(KINDS))]
-        self.kinds.bias.copy_(torch.tensor([max(share, _LEAST) for share in shares]).log())
+    def _set_prior(self, kinds: Sequence[int]) -> None:
+        shares = [kinds.count(kind) / len(kinds) for kind in range(len(ANSWER_KINDS))]
+        self.kinds.bias.copy_(torch.tensor([max(share, _MIN_SHARE) for share in shares]).log())
 
     def prefixes(self, question_ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None = None) -> list[list[int]]:
-        """What stands in front of every window: special tokens, the row's question, the separator."""
+        """The tokens in front of every window: special tokens, the row's question, the separator."""
         recurrence = self.config.recurrence
         rows = question_ids.tolist() if isinstance(question_ids, Tensor) else [list(row) for row in question_ids]
         if mask is not None:
@@ -111,7 +111,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         progress: Callable[[int], object] = lambda tokens: None,
         **others: Any,
     ) -> AnswerOutput:
-        """Look for answers in whole documents.
+        """Find answers in whole documents.
 
         Args:
             input_ids: the documents' own tokens, [B, N]; question and special tokens are added to every window.
@@ -119,68 +119,69 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             question_ids: the questions' own tokens, [B, Q] or a list for each row.
             question_mask: 0 where a question is padded.
             start_positions, end_positions: the columns of each answer's first and last token, [B]; -100 where the
-                answer is no stretch of the document.
-            answer_kinds: the kind of each answer, [B], as in `KINDS`; without them all are spans.
+                answer is not a span of the document.
+            answer_kinds: the kind of each answer, [B], an index of `ANSWER_KINDS`; by default all are spans.
             overlap: read at another overlap than the model was made for.
-            use_state: False removes the state: every window stands alone (the paper's baseline). By default as the
-                model was trained.
-            progress: called, window by window, with how many of the documents' tokens were just read.
-            **others: what Hugging Face's models may be given beside, and must not ask for anything here.
+            use_state: False removes the state: every window stands alone (the paper's baseline). By default as in
+                training.
+            progress: called after each window batch with the number of document tokens just read.
+            **others: arguments of Hugging Face models that must not request anything here.
         """
-        argument_checks.neutral(others)
+        argument_checks.refuse_unsupported(others)
         if question_ids is None or len(question_ids) != len(input_ids):
-            found = "missing" if question_ids is None else f"of {len(question_ids)} rows, input_ids of {len(input_ids)}"
-            raise ValueError(f"question_ids is {found}: give one question for each document.")
+            problem = "missing" if question_ids is None else f"{len(question_ids)} rows, input_ids {len(input_ids)}"
+            raise ValueError(f"question_ids: {problem}. Give one question for each document.")
         use_state = self.config.use_state if use_state is None else use_state
         prefixes = self.prefixes(question_ids, question_mask)
         tokens = torch.tensor([token for prefix in prefixes for token in prefix])
-        argument_checks.vocabulary(tokens, None, self.config.base_config.vocab_size, "question_ids")
-        argument_checks.one_each(answer_kinds, len(input_ids), "answer_kinds")
-        argument_checks.classes(answer_kinds, None, len(KINDS), "answer_kinds")
-        reading = self._plan(
+        argument_checks.check_vocabulary(tokens, None, self.config.base_config.vocab_size, "question_ids")
+        argument_checks.check_one_each(answer_kinds, len(input_ids), "answer_kinds")
+        argument_checks.check_classes(answer_kinds, None, len(ANSWER_KINDS), "answer_kinds")
+        plan = self._plan(
             input_ids, attention_mask, None, None, overlap=overlap, use_state=use_state, outputs=True, final=True,
             prefixes=prefixes,
         )  # fmt: skip
-        given = Given(reading, torch.arange(reading.width), reading.width)
-        wanted = None
+        layout = OutputLayout(plan, torch.arange(plan.width), plan.width)
+        answers = None
         if start_positions is not None or answer_kinds is not None:
-            real = torch.zeros(len(input_ids) * reading.width, dtype=torch.bool)
-            real[given.where] = True
-            wanted = _wanted(start_positions, end_positions, real.view(len(input_ids), -1))
+            real = torch.zeros(len(input_ids) * plan.width, dtype=torch.bool)
+            real[layout.targets] = True
+            answers = _answer_spans(start_positions, end_positions, real.view(len(input_ids), -1))
 
-        def emit(cell: Cell, scores: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-            progress(sum(window.score_to - window.score_from for window in cell.windows))
-            return given.of(cell, scores), first
+        def make(batch: WindowBatch, scores: Tensor, first_token: Tensor) -> tuple[Tensor, ...]:
+            progress(batch.num_scored)
+            return layout.select(batch, scores), first_token
 
-        emissions, _ = self._unroll(reading, Emit(emit))
-        scores = chunked_loss.exact(torch.cat([emitted[0] for emitted in emissions]))
-        logits = spread(scores, reading.index(given.where), len(input_ids), reading.width, -torch.inf)
-        summary = summarise(reading, [emitted[1] for emitted in emissions])
+        results, _ = self._run(plan, OutputSpec(make))
+        scores = to_float32(torch.cat([scores for scores, _ in results]))
+        logits = scatter_outputs(scores, plan.index(layout.targets), len(input_ids), plan.width, -torch.inf)
+        summary = max_over_windows(plan, [first_token for _, first_token in results])
         assert summary is not None, "every document has a window"
-        kind_logits = chunked_loss.exact(self.kinds(summary.to(self.kinds.weight.dtype)))
-        loss = None if wanted is None else _loss(logits, wanted, kind_logits, answer_kinds)
+        kind_logits = to_float32(self.kinds(summary.to(self.kinds.weight.dtype)))
+        loss = None if answers is None else _loss(logits, answers, kind_logits, answer_kinds)
         start_logits, end_logits = logits.unbind(-1)
         return AnswerOutput(loss=loss, start_logits=start_logits, end_logits=end_logits, kind_logits=kind_logits)
 
 
-def _checked(name: str, given: Tensor | None, real: Tensor) -> Tensor:
-    """Columns of answers, on the host; those that are no token, by what is `real` of each row, are refused."""
-    if given is None:
+def _checked_positions(name: str, positions: Tensor | None, real: Tensor) -> Tensor:
+    """Start or end positions of answers, on the host; each must be a real token, [B, N], or -100."""
+    if positions is None:
         raise ValueError(f"{name} is missing: give starts and ends, {IGNORE} where an answer has none.")
-    given = given.view(-1) if given.ndim == 2 and given.shape[1] == 1 else given  # as some data sets have them
-    argument_checks.one_each(given, len(real), name)
-    for row, column in enumerate(columns := given.tolist()):
+    positions = positions.view(-1) if positions.ndim == 2 and positions.shape[1] == 1 else positions
+    argument_checks.check_one_each(positions, len(real), name)
+    for row, column in enumerate(columns := positions.tolist()):
         if column != IGNORE and not (0 <= column < real.shape[1] and real[row, column]):
             raise ValueError(
-                f"{name}: row {row} has {column}, which is no token of the document. Columns of input_ids are "
-                f"expected, or {IGNORE} for an answer that is no stretch of it."
+                f"{name}: row {row} has {column}, which is not a token of the document. Give a column of input_ids, or "
+                f"{IGNORE} for an answer that is not a span."
             )
     return torch.tensor(columns)
 
 
-def _wanted(starts: Tensor | None, ends: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Where answers begin and end, on the host; refuses what is no stretch of its document."""
-    starts, ends = _checked("start_positions", starts, real), _checked("end_positions", ends, real)
+def _answer_spans(starts: Tensor | None, ends: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Starts and ends of the answers, on the host, checked to be spans of their documents."""
+    starts = _checked_positions("start_positions", starts, real)
+    ends = _checked_positions("end_positions", ends, real)
     wrong = ((starts == IGNORE) != (ends == IGNORE)) | (ends < starts)
     if wrong.any():
         row = int(wrong.nonzero()[0])
@@ -188,15 +189,15 @@ def _wanted(starts: Tensor | None, ends: Tensor | None, real: Tensor) -> tuple[T
     return starts, ends
 
 
-def _loss(logits: Tensor, wanted: Sequence[Tensor], kind_logits: Tensor, kinds: Tensor | None) -> Tensor:
-    """Of the kinds, and of starts and ends over all windows together, [B, N, 2]."""
+def _loss(logits: Tensor, answers: Sequence[Tensor], kind_logits: Tensor, kinds: Tensor | None) -> Tensor:
+    """The loss of the kinds, and of starts and ends over all windows together, [B, N, 2]."""
     device = kind_logits.device
     kinds = torch.zeros(len(kind_logits), dtype=torch.long) if kinds is None else kinds
-    none = 0 * kind_logits.sum()  # so that every weight has a gradient
-    loss = none if (kinds == IGNORE).all() else F.cross_entropy(kind_logits, kinds.to(device), ignore_index=IGNORE)
-    for scores, where in zip(logits.unbind(-1), wanted, strict=True):
-        if (where == IGNORE).all():
-            loss = loss + 0 * torch.where(scores.isfinite(), scores, 0).sum()  # likewise
+    zero = 0 * kind_logits.sum()  # so that every weight has a gradient
+    loss = zero if (kinds == IGNORE).all() else F.cross_entropy(kind_logits, kinds.to(device), ignore_index=IGNORE)
+    for scores, positions in zip(logits.unbind(-1), answers, strict=True):
+        if (positions == IGNORE).all():
+            loss = loss + 0 * torch.where(scores.isfinite(), scores, 0).sum()
         else:
-            loss = loss + F.cross_entropy(scores, where.to(device), ignore_index=IGNORE) / 2
+            loss = loss + F.cross_entropy(scores, positions.to(device), ignore_index=IGNORE) / 2
     return loss

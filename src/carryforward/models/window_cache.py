@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing one token at a time: keys and values of the current window, and the state that enters it.
+"""The cache of generation: keys and values of the current window, and the state that enters it.
 
-The window's keys and values stay in place in buffers of its size. When a row's window is full, its state is pooled
-from what the layers gave for it, the overlap is read again as the start of the next window, and the buffers are used
-again: neither time nor memory depends on how much was written. Rows are at different places in their windows, so
-every row has its own position. The recurrent model comes with every call; the cache holds none.
+The window's keys and values stay in place in buffers of the window's size. When a row's window is full, its memories
+write their state, the overlap is read again as the start of the next window, and the buffers are reused: neither time
+nor memory depends on how much was written. Rows are at different positions of their windows, so every row has its own
+position. The recurrent model comes with every call; the cache holds none.
 
-On a GPU the step of a token is recorded (`recorded_step`): everything it reads and writes stays in place until a window
-is full, and then as well.
+On a GPU the decoding step is captured (`engine.decode_graph`): everything that it reads and writes stays in place.
 """
 
 from collections.abc import Sequence
@@ -17,21 +16,25 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..backbones import hooks
-from ..engine.decode_graph import DecodeGraph, mode
-from ..engine.graph_cache import told
+from ..backbones.attention import KV
+from ..backbones.hooks import HookContext
+from ..engine.decode_graph import DecodeGraph, decode_key
+from ..engine.graph_cache import first_line
+from ..memories.base import WindowRecord
 from ..state import State
+from ..windows import Span
 
-RECORD_AFTER = 4  # tokens: a recording takes as long as a few
+CAPTURE_AFTER = 4  # tokens: a capture takes as long as a few
 
 
 class WindowCache(Cache):
-    """What has been read of a batch of documents, ready to go on token by token. Give it as `past_key_values`.
+    """What has been read of a batch of documents, to continue token by token. Pass it as `past_key_values`.
 
     Attributes:
-        columns: how many columns of the text have been given to it.
+        columns: columns of the text that it was given.
         ends: tokens that end a row. `generate` goes on giving padding to a row that ended before others; neither that
             nor the token that ended it is read.
+        positions: for each row, how many tokens of the current window were read.
     """
 
     is_croppable = False  # transformers must not read a token ahead and take it back
@@ -40,7 +43,7 @@ class WindowCache(Cache):
     def __init__(self, state: State, overlap: int, use_state: bool = True):
         """
         Args:
-            state: where the documents stand; a fresh one for new documents.
+            state: how far the documents have been read; a fresh one for new documents.
             overlap: tokens that consecutive windows share.
             use_state: False removes the state.
         """
@@ -53,15 +56,19 @@ class WindowCache(Cache):
         self.has_beams = False
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self._recorded: DecodeGraph | None = None
+        self.positions: list[int] = []
+        self._memory: dict[str, Tensor] = {}  # the state, by kind of memory
+        self._features: dict[str, Tensor] = {}  # of each token of the window, by kind of memory
+        self._tokens = torch.empty(0, dtype=torch.long)
+        self._decode_graph: DecodeGraph | None = None
         self._steps = 0  # since the buffers were made
-        self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # what the call that is running brings
+        self._past_kv: dict[int, KV] = {}  # keys and values that enter with the call in progress
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies have buffers of their own, which a recording does not know."""
-        return {**self.__dict__, "_recorded": None, "_steps": 0}
+        """Copies have buffers of their own, which a captured graph does not know."""
+        return {**self.__dict__, "_decode_graph": None, "_steps": 0}
 
-    # --- what transformers asks of a cache -----------------------------------------------------------------------
+    # --- the interface of transformers' caches ---------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
@@ -72,33 +79,30 @@ class WindowCache(Cache):
     def update(  # type: ignore[override]
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Put a call's keys and values, [b, heads, n, d], in their places, behind the state's; give back those of the
-        whole window."""
-        held = self._held_at(layer_idx + 1)
-        places = self._places + held
-        if layer_idx + 1 in self._earlier:  # the call brings some from before the window
-            key, value = (
-                torch.cat([old.to(new), new], dim=2)
-                for old, new in zip(self._earlier[layer_idx + 1], (key, value), strict=True)
-            )
-        if key.shape[2] > places.shape[1]:  # the call brings the state: it stands in front
-            front = torch.arange(held, device=places.device).expand(len(places), -1)
+        """Store a call's keys and values, [b, heads, n, d], after the state's; return those of the whole window."""
+        state_columns = self._state_columns_of(layer_idx + 1)
+        places = self._places + state_columns
+        if layer_idx + 1 in self._past_kv:
+            past = self._past_kv[layer_idx + 1]
+            key, value = (torch.cat([old.to(new), new], dim=2) for old, new in zip(past, (key, value), strict=True))
+        if key.shape[2] > places.shape[1]:  # the call brings the state: it comes first
+            front = torch.arange(state_columns, device=places.device).expand(len(places), -1)
             places = torch.cat([front, places], dim=1)
-        found = []
+        results = []
         for buffers, new in ((self.keys, key), (self.values, value)):
             if layer_idx not in buffers:
-                shape = (self._batch, key.shape[1], held + self._window + 1, new.shape[3])
+                shape = (self._batch, key.shape[1], state_columns + self._window + 1, new.shape[3])
                 buffers[layer_idx] = new.new_zeros(shape)
             buffer, rows = buffers[layer_idx], self._rows.to(new.device)
             buffer[rows[:, None], :, places.to(new.device)] = new.transpose(1, 2).to(buffer.dtype)
-            found.append(buffer if len(rows) == len(buffer) else buffer[rows])
-        return found[0], found[1]
+            results.append(buffer if len(rows) == len(buffer) else buffer[rows])
+        return results[0], results[1]
 
     def reset(self, *args: Any) -> None:
-        """Neither this nor the others named below: inherited, they would do nothing and say nothing."""
+        """Refused, like the methods below: the inherited ones would silently do nothing."""
         raise NotImplementedError(
-            "a WindowCache cannot be reset, cropped, repeated or indexed: begin another generation, from rows of "
-            "past_key_values.state if it is to go on from there."
+            "a WindowCache cannot be reset, cropped, repeated or indexed: start another generation, from rows of "
+            "past_key_values.state if it is to continue from there."
         )
 
     crop = batch_repeat_interleave = batch_select_indices = reset  # type: ignore[assignment]
@@ -106,17 +110,19 @@ class WindowCache(Cache):
     @torch.inference_mode(False)  # see `read`
     @torch.no_grad()
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows for beams: each goes on from the row it came from."""
-        self.has_beams, self._recorded = True, None
+        """Reorder rows for beam search: each continues from the row it came from."""
+        self.has_beams, self._decode_graph = True, None
+
+        def reordered(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, beam_idx.to(tensor.device))
+
+        groups: tuple[dict[Any, Tensor], ...] = (self.keys, self.values, self._memory, self._features)
+        for tensors in groups:
+            for name, tensor in tensors.items():
+                tensors[name] = reordered(tensor)
+        self._tokens = reordered(self._tokens)
         rows = beam_idx.tolist()
-        for buffers in (self.keys, self.values):
-            for layer, buffer in buffers.items():
-                buffers[layer] = buffer.index_select(0, beam_idx.to(buffer.device))
-        for name in ("_mixed", "_tokens", "_carried", "_kept"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.index_select(0, beam_idx.to(tensor.device)))
-        for name in ("_position", "_read", "_started", "_ended"):
+        for name in ("positions", "_read", "_started", "_ended"):
             setattr(self, name, [getattr(self, name)[row] for row in rows])
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -127,8 +133,7 @@ class WindowCache(Cache):
         """Read the next columns of every row; the logits of the last token of each, [B, 1, V]."""
         if mask is not None and not bool(mask[:, -1].all()):
             raise ValueError(
-                "attention_mask ends with 0: what is to be continued must be padded on the left "
-                "(padding_side='left' in the tokenizer)."
+                "attention_mask ends with 0: prompts must be padded on the left (padding_side='left' in the tokenizer)."
             )
         if self.state_before is None and len(ids) != self._batch:
             raise ValueError(f"past_key_values has {self._batch} rows, input_ids has {len(ids)}.")
@@ -139,18 +144,18 @@ class WindowCache(Cache):
         return logits
 
     def restart(self) -> None:
-        """Make ready for more text: the unfinished window is read again with it. Refused where rows do not go on."""
+        """Prepare for more text: the unfinished window is read again with it. Refused if a row has ended."""
         if self.state_before is not None:
             return
         if any(self._ended):
             raise ValueError(
-                f"row {self._ended.index(True)} has ended: go on from past_key_values.state instead, with the text "
+                f"row {self._ended.index(True)} has ended: continue from past_key_values.state instead, with the text "
                 "that follows in each row."
             )
         self.state_before = self.state
 
     def _begin(self, model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """The prompt: full windows give the state only; the tokens behind them fill the buffers."""
+        """Read the prompt: full windows give the state only; the tokens after them fill the buffers."""
         before = self.state_before
         assert before is not None
         if len(ids) > len(before):  # several sequences for each prompt
@@ -158,51 +163,53 @@ class WindowCache(Cache):
         state = model.advance_state(ids, mask, before, overlap=self.overlap, use_state=self.use_state)
         self.state_before = None
         self.keys, self.values = {}, {}  # there may be more rows than before
-        self._recorded, self._steps = None, 0
+        self._decode_graph, self._steps = None, 0
         self._signature = state.signature
         self._batch, self._window = len(state), model.config.recurrence.window
-        self._layers, self._slots = model.config.insertion_layers, model.config.recurrence.slots
-        self._seen, self._depth = model.config.recurrence.seen, model.config.base_config.num_hidden_layers
+        self._state_columns = _state_columns(model)
         device = state.tokens.device
-        self._carried, self._kept = state.carried, state.kept
+        self._memory = dict(state.memory)
         self._started: list[bool] = state.started.tolist()
         self._read: list[int] = state.read.tolist()
-        self._position = [0] * self._batch
+        self.positions = [0] * self._batch
         self._ended = [False] * self._batch
         self._tokens = torch.zeros(self._batch, self._window + 1, dtype=torch.long, device=device)
-        width = model.recurrence.width if self._slots else 0
-        self._mixed = model.recurrence.weight.new_zeros(self._batch, self._window + 1, width)
+        self._features = {
+            kind: model.memory.like.new_zeros(self._batch, self._window + 1, memory.token_width)
+            for kind, memory in model.memory.items()
+            if memory.token_width
+        }
         logits = None
-        for sees in (False, True):
-            rows = [row for row in range(self._batch) if self._sees_state(row) == sees]
+        for with_state in (False, True):
+            rows = [row for row in range(self._batch) if self._sees_state(row) == with_state]
             if rows:
                 lengths = [int(state.pending[row]) for row in rows]
                 tokens = state.tokens[rows, : max(lengths)]
-                part = self._call(model, rows, tokens, lengths, brings_state=sees)
+                part = self._call(model, rows, tokens, lengths, brings_state=with_state)
                 logits = part.new_zeros(self._batch, *part.shape[1:]) if logits is None else logits
                 logits[rows] = part
         assert logits is not None
         return logits
 
     def _step(self, model: Any, column: Tensor) -> Tensor:
-        """One more token in every row. Rows whose window is full begin the next one with it."""
-        if self.ends and self._batch > 1:  # a single row that ends is not gone on with
+        """Read one more token in every row. Rows whose window is full begin the next one with it."""
+        if self.ends and self._batch > 1:  # a single row that ends is not continued
             self._ended = [
                 ended or token in self.ends for ended, token in zip(self._ended, column[:, 0].tolist(), strict=True)
             ]
-        full = [row for row in range(self._batch) if self._position[row] == self._window and not self._ended[row]]
+        full = [row for row in range(self._batch) if self.positions[row] == self._window and not self._ended[row]]
         rest = [row for row in range(self._batch) if row not in full]
         new = [0 if ended else 1 for ended in self._ended]
         self._read = [read + count for read, count in zip(self._read, new, strict=True)]
         if not full:
             return self._next(model, column, new)
-        if self._recorded is not None:
-            self._recorded.stale = True
+        if self._decode_graph is not None:
+            self._decode_graph.stale = True
         shared = self._tokens[full, self._window - self.overlap : self._window]
         if self.use_state:
-            self._pass_on(model, full)
+            self._write_state(model, full)
         for row in full:
-            self._position[row], self._started[row] = 0, self.use_state
+            self.positions[row], self._started[row] = 0, self.use_state
         tokens = torch.cat([shared, column[full].to(shared.device)], dim=1)
         parts = [(full, self._call(model, full, tokens, [tokens.shape[1]] * len(full), brings_state=self.use_state))]
         if rest:
@@ -212,46 +219,48 @@ class WindowCache(Cache):
             logits[rows] = part
         return logits
 
-    def _pass_on(self, model: Any, rows: list[int]) -> None:
-        """The state after the windows of these rows, which are full."""
-        recurrence, index = model.recurrence, self._index(rows)
-        if self._slots:
-            count = model.config.recurrence.pooled(self._window, self.overlap)
-            pooled = recurrence.pool_mixed(self._mixed[rows, :count])
-            self._carried = self._carried.index_copy(0, index, recurrence.carried(pooled))
-        if recurrence.keeping is None:
-            return
-        assert self._kept is not None
-        for started in (False, True):
-            some = [row for row in rows if self._started[row] == started]
-            if some:
-                noted = [
-                    tuple(buffers[layer][some, :, self._held_at(layer + 1) :] for buffers in (self.keys, self.values))
-                    for layer in sorted(self.keys)
-                ]
-                before = self._kept[some] if started else None
-                kept = recurrence.keeping(noted, before, 0, self._window - self.overlap, model._turn)
-                self._kept = self._kept.index_copy(0, self._index(some).to(kept.device), kept)
+    def _write_state(self, model: Any, rows: list[int]) -> None:
+        """Write the state after the windows of these rows, which are full."""
+        recurrence = model.config.recurrence
+        span = Span(0, recurrence.pooled(self._window, self.overlap), self._window - self.overlap)
+        for kind, memory in model.memory.items():
+            first, later = ([row for row in rows if self._started[row] == started] for started in (False, True))
+            for group in (first, later) if memory.uses_previous else (rows,):
+                if not group:
+                    continue
+                window_kv = [self._window_kv(layer, group) for layer in sorted(self.keys)] if memory.records_kv else []
+                record = WindowRecord([], window_kv, model.rerotate)
+                features = self._features[kind][group] if kind in self._features else torch.empty(0)
+                previous = self._memory[kind][group] if group is later else None
+                new = memory.write_tokens(features, record, span, previous)
+                index = self._index(group).to(new.device)
+                self._memory[kind] = self._memory[kind].index_copy(0, index, new)
+
+    def _window_kv(self, layer: int, rows: list[int]) -> KV:
+        """The window's keys and values of a layer, counted from 0, without the state's."""
+        first = self._state_columns_of(layer + 1)
+        return self.keys[layer][rows, :, first:], self.values[layer][rows, :, first:]
 
     def _next(self, model: Any, column: Tensor, new: list[int]) -> Tensor:
-        """One more token in every row that goes on, none of which begins a window."""
+        """Read one more token in every row that continues, none of which begins a window."""
         self._steps += 1
-        wanted = self._recorded is None and self._steps > RECORD_AFTER and not self.has_beams
-        wanted = wanted and model.graph_cache.possible(self._tokens.device)
-        if wanted and model.graph_cache.usable(list(model.modules()), list(model.parameters())):
+        capture = self._decode_graph is None and self._steps > CAPTURE_AFTER and not self.has_beams
+        capture = capture and model.graph_cache.possible(self._tokens.device)
+        if capture and model.graph_cache.usable(list(model.modules()), list(model.parameters())):
             reason = ""
             try:
-                self._recorded = DecodeGraph(self, model, column)
-            except Exception as error:  # as for windows: the plain way is always there
-                reason = told(error)
-            if self._recorded is None:
-                model.graph_cache.failed(reason)
-        if self._recorded is not None and (model.fast_path == "off" or self._recorded.mode != mode(model)):
-            self._recorded, self._steps = None, 0
-        if self._recorded is None:
+                self._decode_graph = DecodeGraph(self, model, column)
+            except Exception as error:  # as for windows: the eager way always works
+                reason = first_line(error)
+            if self._decode_graph is None:
+                model.graph_cache.disable(reason)
+        graph = self._decode_graph
+        if graph is not None and (model.fast_path == "off" or graph.key != decode_key(model)):
+            self._decode_graph, self._steps = None, 0
+        if self._decode_graph is None:
             return self._call(model, range(self._batch), column, new)
-        logits = self._recorded(self, column, new)
-        self._position = [position + count for position, count in zip(self._position, new, strict=True)]
+        logits = self._decode_graph(self, column, new)
+        self.positions = [position + count for position, count in zip(self.positions, new, strict=True)]
         return logits
 
     def _call(
@@ -264,106 +273,122 @@ class WindowCache(Cache):
     ) -> Tensor:
         """Run the base model on the next `lengths` tokens of some rows; tokens [b, n] are padded on the right.
 
-        A row of length 0 runs along and leaves no trace: taking it out of the batch would copy the others' buffers.
+        A row of length 0 runs along without effect: taking it out of the batch would copy the others' buffers.
         """
         device = model.device
-        start = torch.tensor([self._position[row] for row in rows], device=device)[:, None]
+        start = torch.tensor([self.positions[row] for row in rows], device=device)[:, None]
         offset = torch.arange(tokens.shape[1], device=device)
         unread = offset >= torch.tensor(lengths, device=device)[:, None]
         index = self._index(rows)
-        carry = hooks.HookContext()
-        self._earlier = {}
+        context = HookContext()
         if brings_state:
-            carry.slots = model._slots(self._carried.index_select(0, index.to(self._carried.device)))
-            if self._kept is not None:
-                kept = self._kept.index_select(0, index.to(self._kept.device))
-                self._earlier = model.recurrence.keeping.entering(kept)
-                carry.held = dict.fromkeys(self._earlier, self._seen)
+            state = {kind: x.index_select(0, index.to(x.device)) for kind, x in self._memory.items()}
+            model.memory.read(state, context)
+            # Carried keys and values go into the cache, from which attention reads them.
+            self._past_kv, context.past_kv = context.past_kv, {}
+            context.state_columns = {layer: kv[0].shape[2] for layer, kv in self._past_kv.items()}
         else:
-            carry.held = self._held()
-        carry.seen = torch.tensor([self._sees_state(row) for row in rows])
+            context.state_columns = self.state_columns()
+        context.rows_with_state = torch.tensor([self._sees_state(row) for row in rows])
         last = sorted({max(length - 1, 0) for length in lengths})
-        logits = self._run(model, index, tokens.to(device), start + offset, unread, carry, torch.tensor(last))
-        self._earlier = {}
+        logits = self.run_base(model, index, tokens.to(device), start + offset, unread, context, torch.tensor(last))
+        self._past_kv = {}
         for row, length in zip(rows, lengths, strict=True):
-            self._position[row] += length
+            self.positions[row] += length
         return logits[torch.arange(len(rows)), [last.index(max(length - 1, 0)) for length in lengths]][:, None]
 
-    def _run(
+    def run_base(
         self,
         model: Any,
         rows: Tensor,
         tokens: Tensor,
         positions: Tensor,
         unread: Tensor,
-        carry: hooks.HookContext,
+        context: HookContext,
         last: Tensor,
     ) -> Tensor:
-        """The base model on tokens [b, n] of some rows, at these positions of their windows; logits of the `last`."""
-        # what is padding goes to a place behind the window that nothing ever sees
+        """Run the base model on tokens [b, n] of some rows, at these positions of their windows; logits of `last`."""
+        # Padding goes to a place after the window that no query sees.
         self._places, self._rows = positions.masked_fill(unread, self._window), rows
-        inside = standing = positions.clamp(max=self._window - 1)
-        if model.recurrence.keeping is not None and model.recurrence.keeping.places is not None:
-            assert carry.seen is not None
-            standing = inside + carry.seen.to(inside.device)[:, None] * self._seen
+        inside = positions.clamp(max=self._window - 1)
+        shifted = model.memory.shift_positions(inside, 0)
+        position_ids = inside
+        if shifted is not None:
+            assert context.rows_with_state is not None
+            position_ids = torch.where(context.rows_with_state.to(inside.device)[:, None], shifted, inside)
         out = model.base(
             input_ids=tokens,
-            position_ids=standing,
-            attention_mask=model.config.architecture.masks(model.config.base_config, inside, self._window + 1),
+            position_ids=position_ids,
+            attention_mask=model.config.architecture.cache_masks(model.config.base_config, inside, self._window + 1),
             past_key_values=self,
             use_cache=True,
             logits_to_keep=last.to(tokens.device),
-            carry=carry,
+            hook_context=context,
         )
-        if self._slots:
-            recurrence = model.recurrence
-            mixed = recurrence.mix([h.to(self._mixed) for h in recurrence.chosen(carry.take_outputs())])
-            self._mixed[rows[:, None], self._places.to(self._mixed.device)] = mixed
+        if self._features:
+            layer_outputs = context.take_layer_outputs()
+            for kind, features in self._features.items():
+                new = getattr(model.memory, kind).token_features(layer_outputs)
+                features[rows[:, None], self._places.to(features.device)] = new
         self._tokens[rows[:, None], self._places.to(self._tokens.device)] = tokens.to(self._tokens)
         return out.logits
 
     def _sees_state(self, row: int) -> bool:
-        """A row begun with a state keeps it when `use_state` is False, as in `forward`, but does not look at it."""
+        """Whether a row attends to its state. With `use_state=False` it keeps one that it began with, unused."""
         return self.use_state and self._started[row]
 
-    def _held_at(self, layer: int) -> int:
-        """How many places in front of a layer's window are the state's."""
-        return self._seen + (self._slots if layer in self._layers else 0)
+    def rows_with_state(self) -> list[bool]:
+        return [self._sees_state(row) for row in range(self._batch)]
 
-    def _held(self) -> dict[int, int]:
-        return {layer: self._held_at(layer) for layer in range(1, self._depth + 1)}
+    def _state_columns_of(self, layer: int) -> int:
+        return self._state_columns[layer]
+
+    def state_columns(self) -> dict[int, int]:
+        """For each layer, counted from 1, how many places before its window belong to the state."""
+        return self._state_columns
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(rows, device=self._tokens.device)
 
     @property
     def state(self) -> State:
-        """Where the documents stand, to go on with in any later call: all that was given, less what ended a row."""
+        """How far the documents have been read: all that was given, less what ended a row. Any later call can continue
+        from it."""
         if self.has_beams:
             raise ValueError(
-                "after beam search there is no state: the beams that were still running are not the texts given out. "
+                "after beam search there is no state: the beams that were still running are not the returned texts. "
                 "Read those with model.advance_state."
             )
         if self.state_before is not None:
             return self.state_before
-        pending = torch.tensor(self._position)
+        pending = torch.tensor(self.positions)
         return State(
-            carried=self._carried, kept=self._kept, started=torch.tensor(self._started),
-            tokens=self._tokens[:, : int(pending.max())].clone(),  # the buffer is written on
+            memory=dict(self._memory), started=torch.tensor(self._started),
+            tokens=self._tokens[:, : int(pending.max())].clone(),  # the buffer is overwritten
             pending=pending, read=torch.tensor(self._read), signature=self._signature,
         )  # fmt: skip
 
 
+def _state_columns(model: Any) -> dict[int, int]:
+    """For each layer, counted from 1, how many keys a state adds: found by reading an empty one."""
+    context = HookContext()
+    model.memory.read(model.memory.initial(1), context)
+    slots = {layer: vectors.shape[1] for layer, vectors in context.slots.items()}
+    past = {layer: keys.shape[2] for layer, (keys, _) in context.past_kv.items()}
+    layers = range(1, model.config.base_config.num_hidden_layers + 1)
+    return {layer: slots.get(layer, 0) + past.get(layer, 0) for layer in layers}
+
+
 def check_cache(cache: Any, **others: Any) -> None:
-    """Refuse another kind of cache, and what a cache knows already."""
+    """Refuse another kind of cache, and arguments that a cache already fixes."""
     if not isinstance(cache, WindowCache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}: a recurrent model goes on from the WindowCache that "
-            "generate gave out, or from a state."
+            f"past_key_values is a {type(cache).__name__}: a recurrent model continues from the WindowCache that "
+            "generate returned, or from a state."
         )
     for name, value in others.items():
         if value is not None:
             raise ValueError(
-                f"{name} cannot be given together with past_key_values, which goes on as it began "
-                "and gives the logits of the last token."
+                f"{name} cannot be given together with past_key_values, which continues as it began and returns the "
+                "logits of the last token."
             )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job behind `carryforward qa evaluate`: models answer a file's questions, and are scored.
+"""`carryforward qa evaluate`: score models on the questions of a file.
 
-A result is plain JSON, with the scores of every question, so that two models can be compared question by question:
+A result is plain JSON with the scores of every question, so that two models can be compared question by question:
 
     {"kind": "answers", "commit": "...", ..., "model": {"name": "runs/a", "recurrent": true, "window": 512},
      "data": {"name": "dev.json", "format": "hotpotqa", "questions": 600, "unaligned": 0, "words": 900},
@@ -16,66 +16,80 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..models.loading import Loaded, describe_finder, load_finder
+from ..models.loading import Loaded, describe_question_answering, load_question_answering
 from ..settings import AnswerSettings
 from ..utils import console
-from ..utils.files import name_of, write_json
+from ..utils.files import result_stem, write_json
 from ..utils.markdown import markdown_table
+from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
 from .dataset import Question, read_questions
 from .join_passages import join_passages
-from .metrics import percent, score_all
-from .predict import Found, answer_all, ask
+from .metrics import mean_percent, score_all
+from .predict import PredictedAnswer, answer_all, tokenise_questions
 
 
-def evaluate_answers(
+def evaluate(
     names: Sequence[str], settings: AnswerSettings, *, out: Path | None = None, device: str | None = None
 ) -> list[dict[str, Any]]:
-    """Score models on the questions of a file; results and predictions are written to `out`. That there is no answer
-    may be the answer if some question of the file has none."""
-    data, window = Path(settings.data), settings.window
+    """Score models on the questions of a file; write results and predictions to `out`.
+
+    Models can predict "no answer" if at least one question of the file has none.
+    """
+    data = Path(settings.data)
     questions = read_questions(data)
     if settings.join_words is not None:
         questions = join_passages(questions, settings.join_words, seed=settings.seed)
-    allow_none = any(question.kind == "none" for question in questions)  # of all: it is the data set's rule
+    allow_none = any(question.kind == "none" for question in questions)  # of the whole file, before `max_questions`
     questions = questions[: settings.max_questions]
-    about = _about(questions, data.name)
-    if about["unaligned"]:
-        told = f"{about['unaligned']:,} of {len(questions):,} answers are not in their documents"
-        console.note(f"{told}; they are scored all the same.")
-    how = {name: getattr(settings, name) for name in ("overlap", "max_answer_tokens", "batch_size")}
-    how["allow_none"] = allow_none
-    for name in names:
-        describe_finder(name, window=window)
-    results = []
-    for name in names:
-        loaded = load_finder(name, window=window, device=device)
-        noted = {"join_words": settings.join_words, **how, "bf16": settings.bf16}
-        stem = name_of((name, data.name.partition(".")[0]), (about, noted, settings.seed, window))
-        rows = []
-        for use_state, found, seconds in _answers(loaded, questions, how, settings):
-            rows.append({"use_state": use_state, **_scored(questions, found), "seconds": seconds})
-            if out is not None:
-                ending = "" if use_state or loaded.untrained else "-without-state"
-                write_json(out / f"{stem}{ending}-predictions.json", _predictions(questions, found))
-        model: Any = loaded.model
-        results.append(
-            {
-                "kind": "answers",
-                **provenance(str(model.device)),
-                "seed": settings.seed,
-                "settings": noted,
-                "model": {"name": name, "recurrent": not loaded.untrained, "window": model.config.recurrence.window},
-                "data": about,
-                "rows": rows,
-            }
+    description = _describe(questions, data.name)
+    if description["unaligned"]:
+        console.note(
+            f"{description['unaligned']:,} of {len(questions):,} answers are not in their documents; they are scored "
+            "nevertheless."
         )
+    for name in names:  # refuse a wrong model before the first one runs
+        describe_question_answering(name, window=settings.window)
+    return [_evaluate_model(name, questions, description, settings, allow_none, out, device) for name in names]
+
+
+def _evaluate_model(
+    name: str,
+    questions: Sequence[Question],
+    description: dict[str, Any],
+    settings: AnswerSettings,
+    allow_none: bool,
+    out: Path | None,
+    device: str | None,
+) -> dict[str, Any]:
+    loaded = load_question_answering(name, window=settings.window, device=device)
+    options = {option: getattr(settings, option) for option in ("overlap", "max_answer_tokens", "batch_size")}
+    options["allow_none"] = allow_none
+    used = {"join_words": settings.join_words, **options, "bf16": settings.bf16}
+    data_name = description["name"].partition(".")[0]
+    stem = result_stem((name, data_name), (description, used, settings.seed, settings.window))
+    rows = []
+    for use_state, answers, seconds in _predict(loaded, questions, options, settings):
+        rows.append({"use_state": use_state, **_scores(questions, answers), "seconds": seconds})
         if out is not None:
-            write_json(out / f"{stem}.json", results[-1])
-    return results
+            ending = "" if use_state or loaded.untrained else "-without-state"
+            write_json(out / f"{stem}{ending}-predictions.json", _official_format(questions, answers))
+    model: Any = loaded.model
+    result = {
+        "kind": "answers",
+        **provenance(str(model.device)),
+        "seed": settings.seed,
+        "settings": used,
+        "model": {"name": name, "recurrent": not loaded.untrained, "window": model.config.recurrence.window},
+        "data": description,
+        "rows": rows,
+    }
+    if out is not None:
+        write_json(out / f"{stem}.json", result)
+    return result
 
 
-def _about(questions: Sequence[Question], name: str) -> dict[str, Any]:
+def _describe(questions: Sequence[Question], name: str) -> dict[str, Any]:
     return {
         "name": name,
         "format": questions[0].format,
@@ -85,46 +99,46 @@ def _about(questions: Sequence[Question], name: str) -> dict[str, Any]:
     }
 
 
-def _answers(
-    loaded: Loaded, questions: Sequence[Question], how: dict[str, Any], settings: AnswerSettings
-) -> Iterator[tuple[bool, list[Found], float]]:
-    """A model's answers with its state and, as a control, without, whichever it can give; and how long it took."""
+def _predict(
+    loaded: Loaded, questions: Sequence[Question], options: dict[str, Any], settings: AnswerSettings
+) -> Iterator[tuple[bool, list[PredictedAnswer], float]]:
+    """Yield `use_state`, the best answers and the seconds taken: with the state, and without it as a control."""
     model: Any = loaded.model
-    asked = ask(model, questions, loaded.tokenizer, overlap=settings.overlap)
-    tokens = sum(len(one.ids) for one in asked)
+    tokenised = tokenise_questions(model, questions, loaded.tokenizer, overlap=settings.overlap)
+    tokens = sum(len(question.document_ids) for question in tokenised)
     for use_state in [False] if loaded.untrained else [True, False] if settings.control else [True]:
-        begun = time.monotonic()
+        start = time.monotonic()
         with (
-            console.Bar(f"{loaded.name}{'' if use_state else ', without state'}", tokens, "tokens") as bar,
+            ProgressBar(f"{loaded.name}{'' if use_state else ', without state'}", tokens, "tokens") as bar,
             torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16),
         ):
-            found = answer_all(model, asked, use_state=use_state, progress=bar.advance, **how)
-        yield use_state, [answers[0] for answers in found], time.monotonic() - begun
+            answers = answer_all(model, tokenised, use_state=use_state, progress=bar.advance, **options)
+        yield use_state, [best for best, *_ in answers], time.monotonic() - start
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """A line for each model, the control beside it."""
+    """A table with a line for each model, and the control without the state beside it."""
     lines = []
-    for one in results:
-        rows = {row["use_state"]: row for row in one["rows"]}
-        shown = [rows.get(True), rows.get(False)] if one["model"]["recurrent"] else [rows[False], None]
+    for result in results:
+        rows = {row["use_state"]: row for row in result["rows"]}
+        shown = [rows.get(True), rows.get(False)] if result["model"]["recurrent"] else [rows[False], None]
         cells = [f"{row[name]:.2f}" if row else "–" for row in shown for name in ("exact", "f1")]
-        lines.append([one["model"]["name"], f"{one['model']['window']}", *cells])
+        lines.append([result["model"]["name"], f"{result['model']['window']}", *cells])
     table = markdown_table(["model", "window", "exact match", "F1", "state removed: exact match", "F1"], lines)
-    about = results[0]["data"]
-    return f"{table}\n\n{about['name']}: {about['questions']:,} questions, {about['words']:,} words a document."
+    data = results[0]["data"]
+    return f"{table}\n\n{data['name']}: {data['questions']:,} questions, {data['words']:,} words per document."
 
 
-def _scored(questions: Sequence[Question], found: Sequence[Found]) -> dict[str, Any]:
-    scores = score_all(questions, [answer.text for answer in found])
-    exact, f1 = percent(scores)
+def _scores(questions: Sequence[Question], answers: Sequence[PredictedAnswer]) -> dict[str, Any]:
+    scores = score_all(questions, [answer.text for answer in answers])
+    exact, f1 = mean_percent(scores)
     by_id = {question.id: list(pair) for question, pair in zip(questions, scores, strict=True)}
     return {"exact": exact, "f1": f1, "scores": by_id}
 
 
-def _predictions(questions: Sequence[Question], found: Sequence[Found]) -> dict[str, Any]:
-    """As the official scripts read them."""
-    texts = {question.id: answer.text for question, answer in zip(questions, found, strict=True)}
+def _official_format(questions: Sequence[Question], answers: Sequence[PredictedAnswer]) -> dict[str, Any]:
+    """Predictions in the format that the data set's official evaluation script reads."""
+    texts = {question.id: answer.text for question, answer in zip(questions, answers, strict=True)}
     if questions[0].format == "hotpotqa":
         return {"answer": texts, "sp": {name: [] for name in texts}}
     return texts

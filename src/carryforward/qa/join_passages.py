@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long documents out of short ones: a question's own passage among passages of other questions.
+"""Build long documents from short passages: each question's own passage among passages of other questions.
 
-What is trained on and what is tested on must be parted before: passages are shared by the documents of one list.
+Split training and test questions before joining: the documents of one list share passages.
 """
 
 import logging
@@ -15,26 +15,26 @@ from typing import NamedTuple
 from .dataset import Answer, Question, read_questions
 
 logger = logging.getLogger(__name__)
-_BETWEEN = "\n\n"
+_SEPARATOR = "\n\n"
 
 
 def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0, name: str = "") -> list[Question]:
-    """Each question on a document of about so many words: its own passage and others of the same list, in any order.
+    """Give each question a document of about `words` words: its own passage and random others of the same list.
 
-    No other passage is taken that has an accepted answer's text in it, in whatever case: that would be a second place
-    to find it, unless it is yes or no. Which are taken depends on the seed, the list and the question's id alone.
+    A passage that contains an accepted answer (ignoring case) is not added, because it would be a second place to find
+    the answer. Yes and no are exempt. The choice depends only on the seed, the list and the question's id.
 
     Args:
-        words: when a document has as many, no further passage is added.
-        name: where the questions come from, for messages.
+        words: passages are added until a document has at least as many words.
+        name: the source of the questions, for log messages.
     """
     texts = dict.fromkeys(question.document for question in questions)
     passages = [_Passage(text, text.casefold(), len(text.split())) for text in texts]
-    joined = [_joined(question, passages, words, seed) for question in questions]
+    joined = [_join(question, passages, words, seed) for question in questions]
     short = sum(len(question.document.split()) < words for question in joined)
     if short:
         logger.warning(
-            "%s%s shorter than %s words: too few passages are without the answer",
+            "%s%s shorter than %s words: too few passages do not contain the answer",
             f"{name}: " * bool(name), f"{short:,} document{' is' if short == 1 else 's are'}", f"{words:,}",
         )  # fmt: skip
     return joined
@@ -43,38 +43,49 @@ def join_passages(questions: Sequence[Question], words: int, *, seed: int = 0, n
 def join_files(
     files: Sequence[Path], words: int, *, set_aside: Sequence[int] = (), seed: int = 0
 ) -> list[list[Question]]:
-    """The questions of files, joined each with passages of its own file; and, for each number in `set_aside`, at least
-    so many that were taken away before, none of whose passages is among those of any other."""
-    lists = [read_questions(path) for path in files]
-    for path, questions in zip(files, lists, strict=True):
+    """Join the questions of several files, each with passages of its own file.
+
+    Args:
+        set_aside: sizes of held-out sets. Each set gets whole passages at random until it has at least that many
+            questions. No passage is in two sets.
+
+    Returns:
+        The remaining questions, followed by one list for each held-out set.
+    """
+    questions_by_file = [read_questions(path) for path in files]
+    for path, questions in zip(files, questions_by_file, strict=True):
         if any(question.format != "squad" for question in questions):
-            raise ValueError(f"{path} is not SQuAD's: HotpotQA's documents are long already, and have yes and no.")
-    drawn = _draw([question for questions in lists for question in questions], set_aside, seed)
-    sides: list[list[Question]] = [[] for _ in (None, *set_aside)]
-    for path, questions in zip(files, lists, strict=True):
-        for number, side in enumerate(sides):
-            own = [question for question in questions if drawn.get(question.document, 0) == number]
-            side += join_passages(own, words, seed=seed, name=path.name)
-    return sides
+            raise ValueError(
+                f"{path} is not in SQuAD format. Give SQuAD files: HotpotQA documents are long already, and have yes "
+                "and no answers."
+            )
+    all_questions = [question for questions in questions_by_file for question in questions]
+    held_out = _draw_held_out(all_questions, set_aside, seed)
+    sets: list[list[Question]] = [[] for _ in (None, *set_aside)]
+    for path, questions in zip(files, questions_by_file, strict=True):
+        for number, members in enumerate(sets):
+            own = [question for question in questions if held_out.get(question.document, 0) == number]
+            members += join_passages(own, words, seed=seed, name=path.name)
+    return sets
 
 
-def _draw(questions: Sequence[Question], counts: Sequence[int], seed: int) -> dict[str, int]:
-    """Passages at random, for each count until they have so many questions; and which of the counts it was, from 1."""
-    asked = Counter(question.document for question in questions)
-    passages = iter(random.Random(seed).sample(list(asked), len(asked)))
-    drawn: dict[str, int] = {}
+def _draw_held_out(questions: Sequence[Question], counts: Sequence[int], seed: int) -> dict[str, int]:
+    """Draw passages at random for each held-out set; map each passage to the number of its set, from 1."""
+    questions_per_passage = Counter(question.document for question in questions)
+    passages = iter(random.Random(seed).sample(list(questions_per_passage), len(questions_per_passage)))
+    held_out: dict[str, int] = {}
     for number, count in enumerate(counts, start=1):
         for passage in passages:
-            drawn[passage] = number
-            count -= asked[passage]
+            held_out[passage] = number
+            count -= questions_per_passage[passage]
             if count <= 0:
                 break
-    if len(drawn) == len(asked):  # nothing is left to train on
+    if len(held_out) == len(questions_per_passage):
         raise ValueError(
-            f"{len(questions):,} questions on {len(asked):,} passages are too few to set {sum(counts):,} aside and "
-            "train on the rest. Set fewer aside (--test-questions, --validation-questions)."
+            f"{len(questions):,} questions on {len(questions_per_passage):,} passages are too few to set "
+            f"{sum(counts):,} aside and train on the rest. Set fewer aside (--test-questions, --validation-questions)."
         )
-    return drawn
+    return held_out
 
 
 class _Passage(NamedTuple):
@@ -83,23 +94,22 @@ class _Passage(NamedTuple):
     words: int
 
 
-def _joined(question: Question, passages: list[_Passage], words: int, seed: int) -> Question:
-    draw = random.Random(f"{seed} {question.id}")
-    found = question.answers if question.kind == "span" else ()
-    accepted = [answer.text.casefold() for answer in found if answer.text]
+def _join(question: Question, passages: list[_Passage], words: int, seed: int) -> Question:
+    rng = random.Random(f"{seed} {question.id}")
+    answers = question.answers if question.kind == "span" else ()
+    accepted = [answer.text.casefold() for answer in answers if answer.text]
     others, total, tried = [], len(question.document.split()), {question.document}
     while total < words and len(tried) < len(passages):
-        other = passages[draw.randrange(len(passages))]
-        if other.text not in tried:
-            tried.add(other.text)
-            if not any(text in other.folded for text in accepted):
-                others.append(other.text)
-                total += other.words
-    place = draw.randrange(len(others) + 1)
-    before = "".join(other + _BETWEEN for other in others[:place])
-    document = _BETWEEN.join([*others[:place], question.document, *others[place:]])
-    answers = tuple(
-        answer if answer.start is None else Answer(answer.text, answer.start + len(before))
-        for answer in question.answers
+        passage = passages[rng.randrange(len(passages))]
+        if passage.text not in tried:
+            tried.add(passage.text)
+            if not any(text in passage.folded for text in accepted):
+                others.append(passage.text)
+                total += passage.words
+    index = rng.randrange(len(others) + 1)
+    shift = sum(len(text) + len(_SEPARATOR) for text in others[:index])
+    document = _SEPARATOR.join([*others[:index], question.document, *others[index:]])
+    shifted = tuple(
+        answer if answer.start is None else Answer(answer.text, answer.start + shift) for answer in question.answers
     )
-    return replace(question, document=document, answers=answers)
+    return replace(question, document=document, answers=shifted)

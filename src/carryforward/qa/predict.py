@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a question and a text of any length to answers: words, characters, probabilities."""
+"""Answer questions about documents of any length: text, characters and probability of each answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,46 +10,45 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..data.samples import by_length, pad
-from ..data.tokenization import check_text, tokens_of
+from ..data.samples import batch_by_length, pad
+from ..data.tokenization import check_text, tokenise_texts
 from ..models import argument_checks
 from ..models.base import eval_mode
-from ..models.question_answering import KINDS, RecurrentForQuestionAnswering
-from ..utils.peft import unwrapped
-from ..utils.progress import bar
+from ..models.question_answering import ANSWER_KINDS, RecurrentForQuestionAnswering
+from ..utils.peft import get_recurrent_model
+from ..utils.progress import ProgressBar
 from .dataset import Question
-from .span_search import best_spans, characters
+from .span_search import best_spans, trim_offsets
 
 logger = logging.get_logger(__name__)
 MAX_TOKENS = 30  # of an answer
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question in a model's tokens.
+class TokenisedQuestion:
+    """A question and its document as token ids.
 
     Attributes:
-        question: as it was read.
-        own, ids: the tokens of the question and of its document.
-        offsets: the characters that each token of the document is, [N, 2].
+        question: the texts.
+        question_ids, document_ids: their tokens, without special tokens.
+        offsets: the characters [start, end) of each document token, [N, 2].
     """
 
     question: Question
-    own: np.ndarray
-    ids: np.ndarray
+    question_ids: np.ndarray
+    document_ids: np.ndarray
     offsets: np.ndarray
 
 
 @dataclass(frozen=True)
-class Found:
-    """An answer to a question.
+class PredictedAnswer:
+    """A predicted answer.
 
     Attributes:
-        text: a stretch of the document, "yes", "no", or "" for no answer.
+        text: a span of the document, "yes", "no", or "" for no answer.
         kind: "span", "yes", "no" or "none".
-        probability: that this is the answer, and not another stretch or kind: the kind's, times what the stretch has of
-            all that are not too long.
-        start, end: the characters of the document it is, [start, end); None where it is no stretch of it.
+        probability: probability of the kind; for a span, times its share of all spans of at most `max_answer_tokens`.
+        start, end: the characters [start, end) of the span in the document; None for other kinds.
     """
 
     text: str
@@ -70,69 +69,69 @@ def answer(
     allow_none: bool = False,
     overlap: int | None = None,
     use_state: bool | None = None,
-) -> list[Found]:
-    """The best answers to a question that a document of any length holds: those of the most probable kind first.
+) -> list[PredictedAnswer]:
+    """Find the best answers to a question in a document of any length, those of the most probable kind first.
 
     Args:
-        tokenizer: the model's, a fast one; by default the one saved with the model.
-        top_k: how many answers.
-        max_answer_tokens: the longest stretch that is an answer.
-        allow_none: whether that there is no answer may be the answer.
-        overlap: read at another overlap than the model was made for.
+        tokenizer: the model's fast tokenizer; by default the one saved with the model.
+        top_k: number of answers.
+        max_answer_tokens: length of the longest span that can be an answer.
+        allow_none: whether "no answer" can be predicted.
+        overlap: an overlap other than the model's own.
         use_state: False removes the state; by default as the model was trained.
     """
-    model = unwrapped(model)
+    model = get_recurrent_model(model)
     if not isinstance(model, RecurrentForQuestionAnswering):
         raise ValueError(
-            f"model is a {type(model).__name__}, which finds no answers: make one with add_recurrence(encoder, "
-            'tokenizer=..., head="question-answering"), and train it.'
+            f"model is a {type(model).__name__}, which does not answer questions: create one with "
+            'add_recurrence(encoder, tokenizer=..., head="question-answering"), and train it.'
         )
-    if tokenizer is None and not model.name_or_path:
-        raise ValueError("tokenizer is missing: this model was not loaded from a folder that has one.")
-    if tokenizer is None:
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"tokenizer is missing, and {model.name_or_path} has none: give one.") from error
-    asked = ask(model, [Question("", question, document, (), "span", "squad")], tokenizer, overlap=overlap)
-    with bar(None, "reading", after=2) as report:
-        done = 0
-
-        def progress(tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            report(done, len(asked[0].ids))
-
+    tokenizer = _saved_tokenizer(model) if tokenizer is None else tokenizer
+    (tokenised,) = tokenise_questions(
+        model, [Question("", question, document, (), "span", "squad")], tokenizer, overlap=overlap
+    )
+    with ProgressBar("reading", len(tokenised.document_ids), "tokens", library=True) as bar:
         return answer_all(
-            model, asked, top_k=top_k, max_answer_tokens=max_answer_tokens, allow_none=allow_none, overlap=overlap,
-            use_state=use_state, progress=progress,
+            model, [tokenised], top_k=top_k, max_answer_tokens=max_answer_tokens, allow_none=allow_none,
+            overlap=overlap, use_state=use_state, progress=bar.advance,
         )[0]  # fmt: skip
 
 
-def ask(
+def _saved_tokenizer(model: RecurrentForQuestionAnswering) -> Any:
+    from transformers import AutoTokenizer
+
+    if not model.name_or_path:
+        raise ValueError("tokenizer is missing, and the model was not loaded from a folder that has one: give one.")
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer is missing, and {model.name_or_path} has none: give one.") from error
+
+
+def tokenise_questions(
     model: RecurrentForQuestionAnswering, questions: Sequence[Question], tokenizer: Any, *, overlap: int | None = None
-) -> list[Asked]:
-    """Questions as `answer_all` takes them. What the model cannot be asked is refused, by the question's id."""
-    overlap = argument_checks.overlap(model.config, overlap)
+) -> list[TokenisedQuestion]:
+    """Tokenise questions for `answer_all`; refuse those that do not fit into the model's windows, naming their id."""
+    overlap = argument_checks.check_overlap(model.config, overlap)
     for question in questions:
         for name, text in zip(_names(question), (question.question, question.document), strict=True):
             check_text(name, text)
-    own = tokens_of(tokenizer, [question.question for question in questions], offsets=False)
-    texts = tokens_of(tokenizer, [question.document for question in questions], offsets=True)
-    asked: list[Asked] = []
-    with bar(None, "tokenising", after=2) as report:
-        for question, (first, _), (ids, offsets) in zip(questions, own, texts, strict=True):
-            asked.append(Asked(question, first, ids.astype(np.int32), offsets.astype(np.int32)))
-            _check(model, asked[-1], overlap)
-            report(len(asked), len(questions))
-    return asked
+    question_tokens = tokenise_texts(tokenizer, [question.question for question in questions], offsets=False)
+    document_tokens = tokenise_texts(tokenizer, [question.document for question in questions], offsets=True)
+    tokenised: list[TokenisedQuestion] = []
+    with ProgressBar("tokenising", len(questions), "questions", library=True) as bar:
+        for question, (question_ids, _), (ids, offsets) in zip(
+            questions, question_tokens, document_tokens, strict=True
+        ):
+            tokenised.append(TokenisedQuestion(question, question_ids, ids.astype(np.int32), offsets.astype(np.int32)))
+            _check_fits(model, tokenised[-1], overlap)
+            bar.advance(1)
+    return tokenised
 
 
 def answer_all(
     model: RecurrentForQuestionAnswering,
-    asked: Sequence[Asked],
+    questions: Sequence[TokenisedQuestion],
     *,
     top_k: int = 1,
     max_answer_tokens: int = MAX_TOKENS,
@@ -141,61 +140,64 @@ def answer_all(
     use_state: bool | None = None,
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda tokens: None,
-) -> list[list[Found]]:
-    """The best answers to many questions, in their order; `progress` is told how many of the documents' tokens were
-    just read."""
+) -> list[list[PredictedAnswer]]:
+    """Find the best answers to many questions, in their order.
+
+    Arguments are those of `answer`; `progress` is called with the number of document tokens just read.
+    """
     for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
-    told_apart = model.tells_kinds
-    if allow_none and not told_apart:
-        logger.warning_once("The model was never trained to tell when there is no answer, and will always give one.")
-    found: list[list[Found]] = [[] for _ in asked]
-    for rows in by_length([len(one.ids) for one in asked], batch_size):
-        texts = pad([torch.from_numpy(asked[i].ids).long() for i in rows])
+    predicts_kinds = model.predicts_kinds
+    if allow_none and not predicts_kinds:
+        logger.warning_once("The model was not trained to predict that there is no answer, and will always give one.")
+    answers: list[list[PredictedAnswer]] = [[] for _ in questions]
+    for rows in batch_by_length([len(question.document_ids) for question in questions], batch_size):
+        documents = pad([torch.from_numpy(questions[i].document_ids).long() for i in rows])
         with eval_mode(model), torch.inference_mode():
             out = model(
-                **{name: part.to(model.device) for name, part in texts.items()},
-                question_ids=[asked[i].own.tolist() for i in rows], overlap=overlap, use_state=use_state,
-                progress=progress,
+                **{name: tensor.to(model.device) for name, tensor in documents.items()},
+                question_ids=[questions[i].question_ids.tolist() for i in rows], overlap=overlap,
+                use_state=use_state, progress=progress,
             )  # fmt: skip
-        kinds = out.kind_logits if told_apart else torch.tensor([[0.0, *[-torch.inf] * 3]]).expand(len(rows), -1)
-        logits = [part.float().cpu() for part in (out.start_logits, out.end_logits, kinds)]
+        kinds = out.kind_logits if predicts_kinds else torch.tensor([[0.0, *[-torch.inf] * 3]]).expand(len(rows), -1)
+        logits = [tensor.float().cpu() for tensor in (out.start_logits, out.end_logits, kinds)]
         for i, starts, ends, kinds in zip(rows, *logits, strict=True):
-            length = len(asked[i].ids)
-            found[i] = best(
-                (starts[:length], ends[:length], kinds), asked[i].question.document, asked[i].offsets, top_k=top_k,
-                max_answer_tokens=max_answer_tokens, allow_none=allow_none,
+            length = len(questions[i].document_ids)
+            answers[i] = best_answers(
+                (starts[:length], ends[:length], kinds), questions[i].question.document, questions[i].offsets,
+                top_k=top_k, max_answer_tokens=max_answer_tokens, allow_none=allow_none,
             )  # fmt: skip
-    return found
+    return answers
 
 
-def _check(model: RecurrentForQuestionAnswering, asked: Asked, overlap: int) -> None:
-    """Refuse what cannot be asked; the question's id is named, if it has one."""
+def _check_fits(model: RecurrentForQuestionAnswering, tokenised: TokenisedQuestion, overlap: int) -> None:
+    """Refuse empty texts, and questions that leave too little of a window for the document."""
     recurrence = model.config.recurrence
-    name, document = _names(asked.question)
-    if not asked.question.document.strip() or not len(asked.ids):
-        raise ValueError(f"{document} has no words: there is nothing to look for an answer in.")
-    if not len(asked.own):
+    name, document = _names(tokenised.question)
+    question_ids = tokenised.question_ids
+    if not tokenised.question.document.strip() or not len(tokenised.document_ids):
+        raise ValueError(f"{document} has no words: there is no text to find an answer in.")
+    if not len(question_ids):
         raise ValueError(f"{name} is empty.")
-    room = recurrence.window - sum(map(len, (recurrence.prefix, asked.own, recurrence.separator, recurrence.suffix)))
-    needed = max(overlap + max(1, recurrence.seen), recurrence.slots + max(overlap - recurrence.overlap, 0))
+    room = recurrence.window - sum(map(len, (recurrence.prefix, question_ids, recurrence.separator, recurrence.suffix)))
+    needed = recurrence.min_capacity(overlap)
     if room < needed:
-        shared = f" at an overlap of {overlap}" if overlap else ""
+        at_overlap = f" at an overlap of {overlap}" if overlap else ""
         raise ValueError(
-            f"{name} has {len(asked.own)} tokens: a window of {recurrence.window} has {max(room, 0)} left for the "
-            f"document, and needs {needed}{shared}. Ask a shorter one, {'overlap less, ' * bool(overlap)}or use a "
-            "model with larger windows."
+            f"{name} has {len(question_ids)} tokens: a window of {recurrence.window} has {max(room, 0)} left for the "
+            f"document, and needs {needed}{at_overlap}. Use a shorter question, "
+            f"{'a smaller overlap, ' * bool(overlap)}or a model that has larger windows or carries less."
         )
 
 
 def _names(question: Question) -> tuple[str, str]:
-    """What to call a question and its document."""
+    """Names of a question and of its document in error messages."""
     name = f"question {question.id}"
     return (name, f"{name}: its document") if question.id else ("question", "document")
 
 
-def best(
+def best_answers(
     logits: tuple[Tensor, Tensor, Tensor],
     document: str,
     offsets: np.ndarray,
@@ -203,19 +205,24 @@ def best(
     top_k: int = 1,
     max_answer_tokens: int = MAX_TOKENS,
     allow_none: bool = False,
-) -> list[Found]:
-    """Answers from a model's logits for one document: starts and ends [N], kinds [4].
+) -> list[PredictedAnswer]:
+    """Decode a model's logits for one document: starts and ends [N], kinds [4].
 
-    The most probable kind comes first, whatever is left to its single stretches.
+    Answers are sorted by the probability of their kind first, so that a probable kind "span" comes first even if its
+    probability is spread over many spans.
     """
     starts, ends, kinds = logits
     kinds = kinds.clone()
     if not allow_none:
-        kinds[KINDS.index("none")] = -torch.inf
-    of_kind = dict(zip(KINDS, kinds.softmax(-1).tolist(), strict=True))
-    found = [Found("" if kind == "none" else kind, kind, of_kind[kind]) for kind in KINDS[1:] if of_kind[kind] > 0]
-    begins, stops = characters(document, offsets)
-    for first, last, share in best_spans(starts, ends, (begins, stops), top_k, max_answer_tokens):
-        begin, stop = int(begins[first]), int(stops[last])
-        found.append(Found(document[begin:stop], "span", of_kind["span"] * share, begin, stop))
-    return sorted(found, key=lambda one: (-of_kind[one.kind], -one.probability))[:top_k]
+        kinds[ANSWER_KINDS.index("none")] = -torch.inf
+    kind_probability = dict(zip(ANSWER_KINDS, kinds.softmax(-1).tolist(), strict=True))
+    answers = [
+        PredictedAnswer("" if kind == "none" else kind, kind, kind_probability[kind])
+        for kind in ANSWER_KINDS[1:]
+        if kind_probability[kind] > 0
+    ]
+    trimmed = trim_offsets(document, offsets)
+    for first, last, share in best_spans(starts, ends, trimmed, top_k, max_answer_tokens):
+        start, end = int(trimmed[0][first]), int(trimmed[1][last])
+        answers.append(PredictedAnswer(document[start:end], "span", kind_probability["span"] * share, start, end))
+    return sorted(answers, key=lambda one: (-kind_probability[one.kind], -one.probability))[:top_k]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most probable stretches of a document, from the scores of its tokens as starts and ends of an answer."""
+"""Find the most probable answer spans of a document, given start and end logits of its tokens."""
 
 import unicodedata
 from collections.abc import Iterator
@@ -9,81 +9,88 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_AT_ONCE = 2**20  # pairs of a start and an end, about: all of a long document would not fit into memory
+_MAX_PAIRS = (
+    2**20
+)  # (start, end) pairs scored at once, approximately: all pairs of a long document need too much memory
 
 
-def characters(document: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each token's characters begin and stop without white space, which byte-level tokens bring along; with the
-    accents and vowel signs behind them, which a tokenizer may leave out. None are left of a token of white space."""
-    places = []
-    for begin, stop in offsets.tolist():
-        text = document[begin:stop]
-        begin, stop = begin + len(text) - len(text.lstrip()), stop - len(text) + len(text.rstrip())
-        while begin < stop < len(document) and _is_mark(document[stop]):
-            stop += 1
-        places.append((begin, stop))
-    begins, stops = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    return begins, stops
+def trim_offsets(document: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Start and end of each token's characters, without white space and with trailing combining marks.
+
+    Byte-level tokens include a leading space; some tokenizers drop accents and vowel signs. A token of white space
+    only gets an empty range.
+    """
+    ranges = []
+    for start, end in offsets.tolist():
+        text = document[start:end]
+        start, end = start + len(text) - len(text.lstrip()), end - len(text) + len(text.rstrip())
+        while start < end < len(document) and _is_mark(document[end]):
+            end += 1
+        ranges.append((start, end))
+    starts, ends = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+    return starts, ends
 
 
 def _is_mark(character: str) -> bool:
-    """Whether it belongs to the character before it and has no place of its own."""
+    """Whether a character combines with the one before it."""
     return unicodedata.combining(character) > 0 or unicodedata.category(character) in ("Mn", "Me")
 
 
 def best_spans(
-    starts: Tensor, ends: Tensor, places: tuple[np.ndarray, np.ndarray], count: int, longest: int
+    starts: Tensor, ends: Tensor, offsets: tuple[np.ndarray, np.ndarray], top_k: int, max_tokens: int
 ) -> list[tuple[int, int, float]]:
-    """The most probable stretches: the first and the last token, and their share of all that are not too long.
+    """The most probable spans: first token, last token, and share of the probability of all spans that are allowed.
 
-    Several tokens may be parts of one character. Stretches of the same characters are one, which has the share of all,
-    and is told by the outermost of their tokens.
+    Several tokens can be parts of one character. Spans of the same characters count as one: their shares are added,
+    and the outermost of their tokens are returned.
 
     Args:
         starts, ends: logits of every token, [N].
-        places: where each token's characters begin and stop, as `characters` tells. One that has none is no answer.
-        count, longest: how many stretches, and of how many tokens.
+        offsets: start and end of each token's characters, from `trim_offsets`; tokens with an empty range are excluded.
+        top_k: number of spans.
+        max_tokens: length of the longest span that is allowed.
     """
-    longest, blank = min(longest, len(starts)), places[0] >= places[1]
+    max_tokens, empty = min(max_tokens, len(starts)), offsets[0] >= offsets[1]
     starts, ends = (
-        logits.masked_fill(torch.from_numpy(blank), -torch.inf).log_softmax(-1) for logits in (starts, ends)
+        logits.masked_fill(torch.from_numpy(empty), -torch.inf).log_softmax(-1) for logits in (starts, ends)
     )
-    first, last = (torch.from_numpy(_outermost(some, blank, step)) for some, step in zip(places, (1, -1), strict=True))
-    # views, [N, longest]: for every stretch that begins at a token, what is known of its last one
-    scores = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(0, longest, 1)
-    lasts = F.pad(last, (0, longest - 1), value=0).unfold(0, longest, 1)
-    portions = [*_portions(first, longest)]
-    # numbers, not tensors: a small one kept between large ones that are freed leaves holes that malloc cannot use again
-    sums = [(starts[some, None] + scores[some]).flatten().logsumexp(0).item() for some in portions]
+    first = torch.from_numpy(_outermost(offsets[0], empty, 1))
+    last = torch.from_numpy(_outermost(offsets[1], empty, -1))
+    # views [N, max_tokens]: for every start token, the score and the outermost last token of each end
+    end_scores = F.pad(ends, (0, max_tokens - 1), value=-torch.inf).unfold(0, max_tokens, 1)
+    last_tokens = F.pad(last, (0, max_tokens - 1), value=0).unfold(0, max_tokens, 1)
+    chunks = [*_chunks(first, max_tokens)]
+    # Python floats: small tensors kept between large ones that are freed would fragment the memory
+    sums = [(starts[chunk, None] + end_scores[chunk]).flatten().logsumexp(0).item() for chunk in chunks]
     total = torch.tensor(sums, dtype=starts.dtype).logsumexp(0)
-    found: list[tuple[int, int, float]] = []
-    for some in portions:
-        shares = (starts[some, None] + scores[some] - total).exp()
-        reach = (lasts[some] - first[some, None]).clamp(min=0)  # what is padded has no share
-        width = int(reach.max()) + 1
-        place = (first[some, None] - some.start) * width + reach
-        together = shares.new_zeros(len(shares) * width).index_add_(0, place.flatten(), shares.flatten())
-        values, where = together.topk(min(count, int((together > 0).sum())))
-        for share, at in zip(values.tolist(), where.tolist(), strict=True):
-            begin = some.start + at // width
-            found.append((begin, begin + at % width, share))
-    return sorted(found, key=lambda one: -one[2])[:count]
+    spans: list[tuple[int, int, float]] = []
+    for chunk in chunks:
+        shares = (starts[chunk, None] + end_scores[chunk] - total).exp()
+        length = (last_tokens[chunk] - first[chunk, None]).clamp(min=0)  # negative only for padding, whose share is 0
+        width = int(length.max()) + 1
+        index = (first[chunk, None] - chunk.start) * width + length
+        merged = shares.new_zeros(len(shares) * width).index_add_(0, index.flatten(), shares.flatten())
+        values, indices = merged.topk(min(top_k, int((merged > 0).sum())))
+        for share, flat in zip(values.tolist(), indices.tolist(), strict=True):
+            start = chunk.start + flat // width
+            spans.append((start, start + flat % width, share))
+    return sorted(spans, key=lambda span: -span[2])[:top_k]
 
 
-def _portions(first: Tensor, longest: int) -> Iterator[slice]:
-    """Tokens that stretches begin at, some at a time; those of one character are in one portion."""
-    to_come = first.flip(0).cummin(0).values.flip(0)
+def _chunks(first: Tensor, max_tokens: int) -> Iterator[slice]:
+    """Slices of start tokens with about `_MAX_PAIRS` spans each; the tokens of one character stay in one slice."""
+    following_min = first.flip(0).cummin(0).values.flip(0)
     start = 0
-    for begin in (to_come == torch.arange(len(first))).nonzero().flatten().tolist():
-        if (begin - start) * longest >= _AT_ONCE:
-            yield slice(start, begin)
-            start = begin
+    for boundary in (following_min == torch.arange(len(first))).nonzero().flatten().tolist():
+        if (boundary - start) * max_tokens >= _MAX_PAIRS:
+            yield slice(start, boundary)
+            start = boundary
     yield slice(start, len(first))
 
 
-def _outermost(places: np.ndarray, blank: np.ndarray, step: int) -> np.ndarray:
-    """For each token the first of those at the same character, or with -1, from behind, the last."""
-    found, real = np.arange(len(places)), np.flatnonzero(~blank)[::step]
-    _, index, inverse = np.unique(places[real], return_index=True, return_inverse=True)
-    found[real] = real[index[inverse]]
-    return found
+def _outermost(offsets: np.ndarray, empty: np.ndarray, step: int) -> np.ndarray:
+    """For each token the first (step 1) or last (step -1) token that has the same offset."""
+    outermost, tokens = np.arange(len(offsets)), np.flatnonzero(~empty)[::step]
+    _, index, inverse = np.unique(offsets[tokens], return_index=True, return_inverse=True)
+    outermost[tokens] = tokens[index[inverse]]
+    return outermost

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job behind `carryforward qa train`: an encoder and a file of questions in, a model that finds answers out."""
+"""`carryforward qa train`: train an encoder on a file of questions to find answers."""
 
 import signal
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -9,80 +10,83 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForQuestionAnswering, set_seed
 
-from ..backbones.architectures import architecture_of
-from ..config import RecurrenceConfig, RecurrentModelConfig
-from ..data.tokenization import tokens_of
+from ..config import RecurrentModelConfig
+from ..data.tokenization import tokenise_texts
 from ..models.add_recurrence import add_recurrence
-from ..models.loading import load_config, load_finder, load_model, load_tokenizer
-from ..models.position_offsets import measure_position_offsets, needs_position_offsets
+from ..models.loading import load_config, load_model, load_question_answering, load_tokenizer
 from ..models.question_answering import RecurrentForQuestionAnswering
 from ..settings import QuestionSettings
-from ..training.callbacks import GracefulStopCallback, Patience, show
-from ..training.finishing import finish, shared_arguments, take_over, train_until_done
-from ..training.run_folder import Run
+from ..training.callbacks import GracefulStopCallback, ResumableEarlyStoppingCallback, use_progress_bar
+from ..training.lifecycle import (
+    apply_training_fields,
+    describe_memory,
+    recurrence_arguments,
+    save_run,
+    shared_training_arguments,
+    train_until_done,
+)
+from ..training.run_folder import RunFolder
 from ..utils import console
 from .dataset import Question, read_questions
 from .join_passages import join_passages
 from .trainer import QuestionTrainer, QuestionTrainingArguments
 
-_HELD_OUT = 20  # one document of so many is for validation
+_HELD_OUT = 20  # one of 20 documents is used for validation
 
 
-def train_answers(
-    settings: QuestionSettings, out: Path, *, report_to: str = "none", use_cpu: bool = False
-) -> dict[str, Any]:
-    """Train, or go on with a run that was stopped. Gives back the run's record, as in its `run.json`."""
+def train(settings: QuestionSettings, out: Path, *, report_to: str = "none", use_cpu: bool = False) -> dict[str, Any]:
+    """Train a model, or resume an interrupted run; returns the run's record, which is also in its `run.json`."""
     use_cpu = use_cpu or not torch.accelerator.is_available()
     arguments = QuestionTrainingArguments(
-        **shared_arguments(settings, out, report_to, use_cpu),
+        **shared_training_arguments(settings, out, report_to, use_cpu),
         learning_rate=settings.learning_rate,
         recurrence_learning_rate=settings.recurrence_learning_rate,
     )
-    run = Run(settings, out, writes=arguments.should_save)
+    run = RunFolder(settings, out, writes=arguments.should_save)
     if run.finished:
         console.note(f"{out} is finished already. Use another --out to train again.")
         return run.record
     tokenizer = load_tokenizer(settings.model)
-    train, held_out = _questions(settings)
-    set_seed(settings.seed)  # the new parameters' first values
-    model = _model(settings, tokenizer)
-    trainer = QuestionTrainer(model, arguments, train, held_out, tokenizer=tokenizer)
-    show(trainer)
+    training, validation = _questions(settings)
+    set_seed(settings.seed)  # for the initial values of the new parameters
+    model = _model(settings, tokenizer, training, arguments.device)
+    trainer = QuestionTrainer(model, arguments, training, validation, tokenizer=tokenizer)
+    use_progress_bar(trainer)
     if settings.patience is not None:
-        trainer.add_callback(Patience(settings.patience))
+        trainer.add_callback(ResumableEarlyStoppingCallback(settings.patience))
     lost = f"; {len(trainer.lost):,} whose answer is not in the document are left out" * bool(trainer.lost)
-    console.note(f"training: {len(train):,} questions{lost}; validation: {len(held_out):,}")
-    if settings.recurrence and needs_position_offsets(model):
-        texts = tokens_of(tokenizer, [question.document for question in train[:256]], offsets=False)
-        measure_position_offsets(model, [ids for ids, _ in texts])
-    told = {"train": _digest(train), "validation": _digest(held_out)}
-    run.begin({"data": told, "processes": arguments.world_size, "window": model.config.recurrence.window})
+    console.note(f"training: {len(training):,} questions{lost}; validation: {len(validation):,}")
+    if settings.recurrence:
+        describe_memory(model.config)
+    digests = {"train": _digest(training), "validation": _digest(validation)}
+    run.begin({"data": digests, "processes": arguments.world_size, "window": model.config.recurrence.window})
     stop = GracefulStopCallback()
     with stop.listening(signal.SIGINT, signal.SIGTERM):
         train_until_done(trainer, run, stop)
     history = [entry for entry in trainer.state.log_history if "eval_f1" in entry]
     outcome = {
-        "questions": len(train) - len(trainer.lost),
+        "questions": len(training) - len(trainer.lost),
         "lost": trainer.lost,
         "best_f1": trainer.state.best_metric,
         "history": history,
     }
-    return finish(trainer, run, trainer.accelerator.unwrap_model(trainer.model), tokenizer, outcome)
+    return save_run(trainer, run, trainer.accelerator.unwrap_model(trainer.model), tokenizer, outcome)
 
 
 def _questions(settings: QuestionSettings) -> tuple[list[Question], list[Question]]:
-    """For training and for validation: no document is in both, and passages are joined on each side alone."""
-    given = read_questions(settings.data)
+    """Questions for training and for validation, which share no document. Passages are joined within each set."""
+    training = read_questions(settings.data)
     if settings.validation_data is not None:
-        train, held_out = given, read_questions(settings.validation_data)
+        validation = read_questions(settings.validation_data)
     else:
-        held_out = [question for question in given if _is_held_out(question.document)]
-        train = [question for question in given if not _is_held_out(question.document)]
-        if not held_out or not train:
-            raise ValueError(f"{settings.data} has too few documents to validate on some. Give --validation-data.")
+        validation = [question for question in training if _is_held_out(question.document)]
+        training = [question for question in training if not _is_held_out(question.document)]
+        if not validation or not training:
+            raise ValueError(f"{settings.data} has too few documents to hold some out. Give --validation-data.")
     if settings.join_words is not None:
-        train, held_out = (join_passages(some, settings.join_words, seed=settings.seed) for some in (train, held_out))
-    return train[: settings.max_questions], held_out[: settings.max_validation_questions]
+        training = join_passages(training, settings.join_words, seed=settings.seed)
+        validation = join_passages(validation, settings.join_words, seed=settings.seed)
+    return training[: settings.max_questions], validation[: settings.max_validation_questions]
 
 
 def _is_held_out(document: str) -> bool:
@@ -93,25 +97,24 @@ def _digest(questions: list[Question]) -> str:
     return blake2b(repr(questions).encode(), digest_size=16).hexdigest()
 
 
-def _model(settings: QuestionSettings, tokenizer: Any) -> RecurrentForQuestionAnswering:
-    config, fields = load_config(settings.model), settings.recurrence_fields()
+def _model(
+    settings: QuestionSettings, tokenizer: Any, training: Sequence[Question], device: torch.device
+) -> RecurrentForQuestionAnswering:
+    config = load_config(settings.model)
     if isinstance(config, RecurrentModelConfig):
-        loaded: Any = load_finder(settings.model, device="cpu").model
-        take_over(loaded.config, settings)
+        loaded: Any = load_question_answering(settings.model, device="cpu").model
+        apply_training_fields(loaded.config, settings)
         loaded.config.use_state = settings.recurrence
         return loaded
-    has_head = any("ForQuestionAnswering" in one for one in config.architectures or [])
+    has_head = any("ForQuestionAnswering" in name for name in config.architectures or [])
     load = (AutoModelForQuestionAnswering if has_head else AutoModel).from_pretrained
     plain = load_model(load, settings.model, dtype=torch.float32)
-    chosen = None  # the preset "paper" is section 5.4, which `add_recurrence` knows
-    if settings.preset == "kept":
-        positions = architecture_of(config).positions(config)
-        # half a window is kept: together they fill the model's positions
-        chosen = RecurrenceConfig.preset("kept", **{"window": min(512, (2 * positions + 1) // 3), **fields})
-    made = add_recurrence(
-        plain, chosen, tokenizer=tokenizer, head=None if has_head else "question-answering",
-        **(fields if chosen is None else {}),
+    fields = recurrence_arguments(settings, config, question_answering=True)
+    texts = tokenise_texts(tokenizer, [question.document for question in training[:256]], offsets=False)
+    model = add_recurrence(
+        plain.to(device), tokenizer=tokenizer, documents=[ids for ids, _ in texts],
+        head=None if has_head else "question-answering", **fields,
     )  # fmt: skip
-    assert isinstance(made, RecurrentForQuestionAnswering)
-    made.config.use_state = settings.recurrence
-    return made
+    assert isinstance(model, RecurrentForQuestionAnswering)
+    model.config.use_state = settings.recurrence
+    return model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe's results show, as figures: perplexity against FLOPs (table 2, figure 5), against window (figure 4)."""
+"""Figures of a recipe's results: perplexity against FLOPs (table 2, figure 5) and against the window (figure 4)."""
 
 import math
 from collections.abc import Sequence
@@ -7,29 +7,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..utils.plotting import Line, draw, dress, empty, save
-from .tables import BESIDE, Row, mean, split
+from ..utils.plotting import Line, new_figure, perplexity_figure, save_figure, style_axes
+from .tables import WIKITEXT, Row, mean, split
 
 
 def write(kind: str, rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Draw a recipe's figures beside `stem`; their paths. Needs matplotlib."""
-    made, texts = {}, _by_text(rows)
+    """Draw a recipe's figures next to `stem` and return their paths. Needs matplotlib."""
+    figures, texts = {}, _by_text(rows)
     if kind == "overlaps" and texts:
-        made[""] = draw({text: _lines(some) for text, some in texts.items()})
+        figures[""] = perplexity_figure({text: _lines(text_rows) for text, text_rows in texts.items()})
     if kind == "variants" and len({row.overlap for row in rows if not row.recurrent}) > 1:  # else all cost the same
-        made[""] = draw({text: _lines(some, by_label=True) for text, some in texts.items()})
+        figures[""] = perplexity_figure({text: _lines(text_rows, by_label=True) for text, text_rows in texts.items()})
     if kind == "windows" and texts:
-        made["-window"] = _against_window(texts)
-        made["-flops"] = _against_flops(texts)
+        figures["-window"] = _against_window(texts)
+        figures["-flops"] = _against_flops(texts)
     paths = []
-    for ending, figure in made.items():
-        paths.append(stem.with_name(f"{stem.name}{ending}.png"))
-        save(figure, paths[-1])
+    for suffix, figure in figures.items():
+        paths.append(stem.with_name(f"{stem.name}{suffix}.png"))
+        save_figure(figure, paths[-1])
     return paths
 
 
-def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those of some (cost, perplexity) that no other undercuts in one without being worse in the other."""
+def pareto_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The (cost, perplexity) points that no other point beats in one without being worse in the other."""
     best: list[tuple[float, float]] = []
     for cost, perplexity in sorted(set(points)):
         if not best or perplexity < best[-1][1]:
@@ -38,17 +38,17 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """A line for each overlap of the plain model, and for each the recurrent ones were trained at; one row a window,
-    the seeds' mean."""
-    found: dict[str, list[Row]] = {}
+    """A curve for each overlap of the plain model and for each that a recurrent one was trained at, by its name. Each
+    has one row per window, the mean of the seeds."""
+    lines: dict[str, list[Row]] = {}
     plain, recurrent, _ = split(row for row in rows if row.matched)
-    for name, some in (("plain", plain), ("recurrent", recurrent)):
-        for overlap in sorted({row.overlap for row in some}):
-            line = [row for row in some if row.overlap == overlap]
-            found[f"{name}, overlap {overlap}"] = [
+    for name, model_rows in (("plain", plain), ("recurrent", recurrent)):
+        for overlap in sorted({row.overlap for row in model_rows}):
+            line = [row for row in model_rows if row.overlap == overlap]
+            lines[f"{name}, overlap {overlap}"] = [
                 _mean([row for row in line if row.window == window]) for window in sorted({r.window for r in line})
             ]
-    return found
+    return lines
 
 
 def _mean(rows: Sequence[Row]) -> Row:
@@ -56,26 +56,25 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 
 def _lines(rows: Sequence[Row], by_label: bool = False) -> list[Line]:
-    """For `figure.draw`: the plain model, and the recurrent ones at the overlaps they were trained at, as one line or
-    each under its own name."""
+    """Lines for `perplexity_figure`: the plain model, and the recurrent ones at the overlaps they were trained at, as
+    one line or, `by_label`, one line per cell."""
     plain, recurrent, removed = split(rows)
 
-    def points(some: Sequence[Row]) -> list[tuple[float, float, str]]:
-        overlaps = sorted({row.overlap for row in some})
-        at = [[row for row in some if row.overlap == overlap] for overlap in overlaps]
-        return [(group[0].flops, mean(group), f"{group[0].overlap}") for group in at]
+    def points(line: Sequence[Row]) -> list[tuple[float, float, str]]:
+        groups = [[row for row in line if row.overlap == overlap] for overlap in sorted({row.overlap for row in line})]
+        return [(group[0].flops, mean(group), f"{group[0].overlap}") for group in groups]
 
     lines = [Line("plain", False, points(plain), [])]
     if not by_label:
         return [*lines, Line("recurrent", True, points(recurrent), points(removed))]
     for label in dict.fromkeys(row.label for row in recurrent):
-        own, without = ([row for row in some if row.label == label] for some in (recurrent, removed))
-        lines.append(Line(label, True, points(own), points(without)))
+        own, control = ([row for row in line if row.label == label] for line in (recurrent, removed))
+        lines.append(Line(label, True, points(own), points(control)))
     return lines
 
 
 def _against_window(texts: dict[str, list[Row]]) -> Any:
-    figure, panels = empty(len(texts))
+    figure, panels = new_figure(len(texts))
     for axes, (text, rows) in zip(panels, texts.items(), strict=True):
         for name, line in curves(rows).items():
             if name.startswith("recurrent") or line[0].overlap == 0:
@@ -85,18 +84,18 @@ def _against_window(texts: dict[str, list[Row]]) -> Any:
 
 
 def _against_flops(texts: dict[str, list[Row]]) -> Any:
-    figure, panels = empty(len(texts))
+    figure, panels = new_figure(len(texts))
     for axes, (text, rows) in zip(panels, texts.items(), strict=True):
         points = []
         for name, line in curves(rows).items():
-            where = [(row.flops, row.perplexity) for row in line]
-            points += where
-            axes.plot(*zip(*where, strict=True), label=name, **_style(line[0]))
+            line_points = [(row.flops, row.perplexity) for row in line]
+            points += line_points
+            axes.plot(*zip(*line_points, strict=True), label=name, **_style(line[0]))
             for row in line:
                 axes.annotate(f"{row.window}", (row.flops, row.perplexity), (3, 4), textcoords="offset points",
                               fontsize=7, color="#454545")  # fmt: skip
-        edge = frontier(points)
-        axes.step(*zip(*edge, strict=True), where="post", color="#cc79a7", linewidth=6, alpha=0.25, zorder=1,
+        frontier = pareto_frontier(points)
+        axes.step(*zip(*frontier, strict=True), where="post", color="#cc79a7", linewidth=6, alpha=0.25, zorder=1,
                   label="Pareto frontier")  # fmt: skip
         axes.set_xscale("log")
         _finish(axes, text, "FLOPs per token, without the vocabulary projection; at the points: window")
@@ -110,12 +109,12 @@ def _style(row: Row) -> dict[str, Any]:
     return {"color": greys.get(row.overlap, "#bdbdbd"), "marker": "s", "markersize": 4, "linestyle": (0, (4, 2))}
 
 
-def _finish(axes: Any, title: str, across: str) -> None:
-    dress(axes, title, across)
+def _finish(axes: Any, title: str, xlabel: str) -> None:
+    style_axes(axes, title, xlabel)
     axes.legend(fontsize=8.5, edgecolor="none", framealpha=0.9)
 
 
 def _by_text(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """A panel for each text; those beside the main one are left to the tables."""
-    shown = [row for row in rows if not row.text.startswith(BESIDE) and row.matched and math.isfinite(row.perplexity)]
+    """The rows to draw, by text. WikiText is in the tables only."""
+    shown = [row for row in rows if not row.text.startswith(WIKITEXT) and row.matched and math.isfinite(row.perplexity)]
     return {text: [row for row in shown if row.text == text] for text in dict.fromkeys(row.text for row in shown)}

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages from results: `experiments/WHAT/README.md` with tables and figures of every setting, and the claims page."""
+"""Write the pages from the results: `experiments/paper/WHAT/README.md` with tables and figures, and CLAIMS.md."""
 
 import logging
 from pathlib import Path
 
 from ..utils.files import write_text
 from . import claims, figures, recipes, tables
-from .claims import Part, Results
-from .tables import Found
+from .claims import ExperimentRows, SettingResults
+from .tables import RecipeResults
 
 logger = logging.getLogger(__name__)
 
 _NOTE = "Written by `carryforward reproduce`; every number comes from a JSON file in `results/`."
 _TABLE1, _TABLE2, _WINDOWS, _VARIANTS = "table1", "table2", "windows", "alternatives"
-_NOTHING = Found([], {}, ["everything"], ["everything"])
+_NOTHING = RecipeResults([], {}, ["everything"], ["everything"])
+_PARTS = {"overlaps": "table 2", "wikitext": "C8", "windows": "windows", "variants": "alternatives"}  # as notes say it
 
 
 def publish(folder: Path) -> list[Path]:
-    """Write every page anew; which they are. What is wrong with one is said, and keeps none of the others back."""
-    made = []
+    """Write every page and return the paths. An experiment that cannot be read is logged, and its page is left as it
+    was."""
+    written = []
     for what in sorted({path.parents[1].name for path in folder.glob("*/recipes/*.yaml")}):
         try:
             page = _page(folder, what)
@@ -26,80 +28,84 @@ def publish(folder: Path) -> list[Path]:
             logger.warning("the page of %s is left as it was: %s", what, error)
             continue
         if page is not None:
-            made.append(_write(folder / what / "README.md", page))
-    made.append(_write(folder / "CLAIMS.md", _claims(folder)))
-    return made
+            written.append(_write(folder / what / "README.md", page))
+    written.append(_write(folder / "CLAIMS.md", _claims(folder)))
+    return written
 
 
 def _page(folder: Path, what: str) -> str | None:
-    """What one experiment showed, setting by setting; None before there is anything."""
+    """One experiment's page, with a section for each setting; None if it has no results."""
     sections = []
     for path in sorted((folder / what / "recipes").glob("*.yaml")):
         recipe = recipes.read(path)
-        found = tables.find(recipe)
-        if not found.rows:
+        results = tables.load(recipe)
+        if not results.rows:
             continue
-        parts = [f"## {path.stem}", "", recipe.about, "", tables.markdown(recipe.table, found.rows)]
+        parts = [f"## {path.stem}", "", recipe.about, "", tables.markdown(recipe.table, results.rows)]
         try:
-            made = figures.write(recipe.table, found.rows, folder / what / path.stem)
-            parts += [f"![{figure.stem}]({figure.name})\n" for figure in made]
+            drawn = figures.write(recipe.table, results.rows, folder / what / path.stem)
+            parts += [f"![{figure.stem}]({figure.name})\n" for figure in drawn]
         except ImportError as error:
-            logger.warning("figures of %s are left out: %s", what, error)
-        parts += [f"{part}\n" for part in (tables.searches(found.runs),) if part]
-        parts += [tables.origin(found.runs)]
-        parts += [f"Not finished, or not with these settings: {', '.join(found.unfinished)}."] * bool(found.unfinished)
+            logger.warning("the figures of %s are left out: %s", what, error)
+        parts += [f"{part}\n" for part in (tables.searches(results.runs),) if part]
+        parts += [tables.origin(results.runs)]
+        if results.unfinished:
+            parts += [f"Unfinished, or run with other settings: {', '.join(results.unfinished)}."]
         sections.append("\n".join(parts))
     return "\n\n".join([f"# {what}", _NOTE, *sections]) + "\n" if sections else None
 
 
 def _claims(folder: Path) -> str:
+    """The page of claims: a table with a column for each setting, and a note on the data of each."""
     settings, notes = {}, []
     for path in sorted((folder / _TABLE2 / "recipes").glob("*.yaml")):
-        found = {what: _find(folder, what, path.stem) for what in (_TABLE1, _TABLE2, _WINDOWS, _VARIANTS)}
-        if not any(some.rows for some in found.values()):
+        found = {what: _load(folder, what, path.stem) for what in (_TABLE1, _TABLE2, _WINDOWS, _VARIANTS)}
+        if not any(results.rows for results in found.values()):
             continue
-        articles = found[_TABLE1] if found[_TABLE1].rows else found[_TABLE2]
+        wikitext = found[_TABLE1] if found[_TABLE1].rows else found[_TABLE2]
         parts = {
-            "overlaps": _part(found[_TABLE2], beside=False),
-            "beside": _part(articles, beside=articles is found[_TABLE2]),
-            "windows": _part(found[_WINDOWS], beside=False),
-            "variants": _part(found[_VARIANTS], beside=False),
+            "overlaps": _select(found[_TABLE2], wikitext=False),
+            "wikitext": _select(wikitext, wikitext=wikitext is found[_TABLE2]),
+            "windows": _select(found[_WINDOWS], wikitext=False),
+            "variants": _select(found[_VARIANTS], wikitext=False),
         }
-        settings[path.stem] = Results(**parts)
-        texts = [f"{name} on {part.rows[0].title}" for name, part in parts.items() if part.rows]
-        texts += [f"the state of {name} at layer {at}" for name in (_TABLE2, _WINDOWS) for at in _layers(found[name])]
+        settings[path.stem] = SettingResults(**parts)
+        texts = [f"{_PARTS[name]} on {part.rows[0].title}" for name, part in parts.items() if part.rows]
+        texts += [
+            f"the state of {name} enters at layer {at}" for name in (_TABLE2, _WINDOWS) for at in _layers(found[name])
+        ]
         seeds = sorted({row.seed for part in parts.values() for row in part.rows})
-        trained = ". The models scored on WikiText were trained on books" * (articles is found[_TABLE2])
+        trained = ". The models scored on WikiText were trained on books" * (wikitext is found[_TABLE2])
         notes.append(f"* {path.stem}: {'; '.join(texts)}; seeds {', '.join(map(str, seeds))}{trained}.")
-    elsewhere = "C6 ([topics](topics/README.md)) and C7 ([questions](questions/README.md)) are on pages of their own."
-    intro = f"# The paper's claims, here\n\n{_NOTE}\n{elsewhere}\n"
+    others = "C6 ([topics](../other/topics/README.md)) and C7 ([questions](../other/questions/README.md))"
+    intro = f"# The paper's claims, here\n\n{_NOTE}\n{others} are on pages of their own.\n"
     if not settings:
         return f"{intro}\nNothing is measured yet.\n"
     if "paper" not in settings:
-        intro += "No model here is the paper's, and no figure is one of PG-19.\n"
+        intro += "No model here is the paper's, and no number is measured on PG-19.\n"
     return "\n".join([intro, claims.page(settings), "", *notes]) + "\n"
 
 
-def _find(folder: Path, what: str, setting: str) -> Found:
+def _load(folder: Path, what: str, setting: str) -> RecipeResults:
     path = recipes.path_of(folder, what, setting)
     try:
-        return tables.find(recipes.read(path)) if path.exists() else _NOTHING
+        return tables.load(recipes.read(path)) if path.exists() else _NOTHING
     except ValueError as error:
-        logger.warning("%s counts for no claim: %s", path, error)
+        logger.warning("%s is used for no claim: %s", path, error)
         return _NOTHING
 
 
-def _layers(found: Found) -> list[str]:
-    """Where states enter, if not where the paper's does."""
-    given = [run["settings"]["insert_at"] for run in found.runs.values() if run["settings"]["recurrence"]]
-    return sorted({", ".join(map(str, layers)) for layers in given if layers})
+def _layers(results: RecipeResults) -> list[str]:
+    """The layers states enter, where they are not the paper's."""
+    layers = [run["settings"]["insert_at"] for run in results.runs.values() if run["settings"]["recurrence"]]
+    return sorted({", ".join(map(str, given)) for given in layers if given})
 
 
-def _part(found: Found, beside: bool) -> Part:
-    """The rows of one text, of the books or beside them: of the test split if every cell has been scored on it."""
-    rows = [row for row in found.rows if row.text.startswith(tables.BESIDE) == beside]
-    split = "test" if not found.untested and any(row.split == "test" for row in rows) else "validation"
-    return Part([row for row in rows if row.split == split], complete=not found.unfinished)
+def _select(results: RecipeResults, wikitext: bool) -> ExperimentRows:
+    """The rows of WikiText or of the other texts: of the test split if every cell was scored on it, else validation."""
+    rows = [row for row in results.rows if row.text.startswith(tables.WIKITEXT) == wikitext]
+    split = "test" if not results.untested and any(row.split == "test" for row in rows) else "validation"
+    return ExperimentRows([row for row in rows if row.split == split], complete=not results.unfinished)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell's results: a folder with `run.json`, the record of its training, and a result of `carryforward evaluate` for
-each text. They are all that tables and figures are made of.
+"""Read and write a cell's results: `run.json`, the record of its training, and one evaluation result per text.
 
-A result belongs to one training run and to one way of scoring, and says to which; anything else is not taken for it.
+Tables and figures are made from these files alone. An evaluation result names its training run and how the text was
+scored; a result of another run, or scored in another way, is ignored.
 """
 
 import hashlib
@@ -15,52 +15,53 @@ from ..settings import TrainSettings
 from ..utils.files import write_json
 from .recipes import RATES, Cell
 
-_ELSEWHERE = ("model", "data", "validation_data")  # settings that say where things are on a machine
+_PATHS = ("model", "data", "validation_data")  # settings that differ between machines
 
 
-def record_of(cell: Cell) -> dict[str, Any] | None:
+def read_record(cell: Cell) -> dict[str, Any] | None:
     """The record of a cell's training, or None before it is finished."""
     file = cell.folder / RUN_FILE
     return json.loads(file.read_text()) if file.exists() else None
 
 
-def differing(cell: Cell, record: dict[str, Any]) -> str:
-    """How a record's settings differ from the recipe's, in words; empty if they do not."""
-    rates = cell.rates_of is None or cell.rates_of.exists()  # else they cannot be known
-    now = (cell.resolved() if rates else cell.settings).as_json()
-    before = TrainSettings().as_json() | record["settings"]  # a setting that is newer than the record
-    names = [name for name in now if name not in _ELSEWHERE and (rates or name not in RATES)]
+def differences(cell: Cell, record: dict[str, Any]) -> str:
+    """How a record's settings differ from the recipe's, as text; empty if they do not."""
+    rates_known = cell.rates_of is None or cell.rates_of.exists()
+    now = (cell.resolved() if rates_known else cell.settings).as_json()
+    before = TrainSettings().as_json() | record["settings"]  # defaults for settings newer than the record
+    names = [name for name in now if name not in _PATHS and (rates_known or name not in RATES)]
     return ", ".join(f"{name}: {before[name]} there, {now[name]} in the recipe" for name in names
                      if now[name] != before[name])  # fmt: skip
 
 
-def result_of(cell: Cell, text: str, record: dict[str, Any]) -> dict[str, Any] | None:
-    """What a cell scored on a text, if it was that model and that way of scoring."""
+def read_result(cell: Cell, text: str, record: dict[str, Any]) -> dict[str, Any] | None:
+    """A cell's evaluation result on a text, or None unless it is of this training run, scored as the recipe says."""
     file = cell.folder / f"{text}.json"
     if not file.exists():
         return None
     result = json.loads(file.read_text())
-    same = result.get("asked") == asked(cell, text) and result.get("run") == identity(record)
+    same = result.get("asked") == scoring(cell, text) and result.get("run") == run_id(record)
     enough = set(cell.overlaps) <= {row["overlap"] for row in result["rows"]}
     return result if same and enough else None
 
 
-def asked(cell: Cell, text: str) -> dict[str, Any]:
-    """The way of scoring, as far as it decides a number."""
-    told = cell.texts[text]
+def scoring(cell: Cell, text: str) -> dict[str, Any]:
+    """The settings of scoring a text that change its perplexity."""
+    settings = cell.texts[text]
     return {
-        "split": told["split"],
-        "max_document_tokens": told.get("max_document_tokens"),
-        "control": told.get("control", True),
+        "split": settings["split"],
+        "max_document_tokens": settings.get("max_document_tokens"),
+        "control": settings.get("control", True),
         "bf16": cell.settings.bf16,
     }
 
 
-def identity(record: dict[str, Any]) -> str:
-    """One training run, told from every other."""
+def run_id(record: dict[str, Any]) -> str:
+    """A digest of a training run's record."""
     return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def write(file: Path, content: dict[str, Any]) -> None:
+    """Write JSON, with its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, content)

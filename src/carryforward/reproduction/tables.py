@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe's results show, as Markdown: perplexity against overlap, against window, or of one variant after the
-other. Several seeds are told as their mean and how far they are apart."""
+"""Markdown tables of a recipe's results: perplexity by overlap, by window, or by variant.
+
+Several seeds are shown as their mean and half the distance between the lowest and the highest.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..evaluation.report import flops_text
+from ..evaluation import report
 from ..utils.markdown import markdown_table
 from .recipes import Cell, Recipe
-from .results import differing, record_of, result_of
+from .results import differences, read_record, read_result
 
-BESIDE = "wikitext"  # how the names of texts begin that are scored beside the books
+WIKITEXT = "wikitext"  # prefix of the names of texts that are scored in addition to the books
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,9 @@ class Row:
 
     Attributes:
         label, seed: the cell.
-        text: what was scored, by the recipe's name for it; `title` says what that is.
+        text: the recipe's name for the text that was scored; `title` describes it.
         trained: the overlap a recurrent model was trained at; None for a plain one.
-        overlap: the one it was scored at.
+        overlap: the overlap it was scored at.
         use_state: False for a plain model, and for the control.
         flops: per token, recurrence included, without the vocabulary projection.
     """
@@ -50,18 +52,18 @@ class Row:
 
     @property
     def matched(self) -> bool:
-        """Scored at the overlap it was trained at, if it was trained at one."""
+        """Scored at the overlap it was trained at; always true of a plain model."""
         return self.trained in (None, self.overlap)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What there is of a recipe's results.
+class RecipeResults:
+    """The results of a recipe that exist.
 
     Attributes:
-        runs: the record of each cell's training, by its name.
-        unfinished: cells that lack something of validation text, or have results of other settings.
-        untested: cells that lack something of a test split.
+        runs: the record of each cell's training, by the cell's name.
+        unfinished: cells that lack a result on validation text, or have results of other settings.
+        untested: cells that lack a result on a test split.
     """
 
     rows: list[Row]
@@ -70,13 +72,13 @@ class Found:
     untested: list[str]
 
 
-def find(recipe: Recipe) -> Found:
-    """Read a recipe's results. Refuses to set models of different origin side by side."""
+def load(recipe: Recipe) -> RecipeResults:
+    """Read a recipe's results. Refuses results of different base models or texts, which cannot be compared."""
     rows, runs, unfinished, untested = [], {}, [], []
     origins: dict[str, set[str]] = {}
     for cell in recipe.cells:
-        record = record_of(cell)
-        if record is None or differing(cell, record):
+        record = read_record(cell)
+        if record is None or differences(cell, record):
             unfinished.append(cell.name)
             untested.append(cell.name)
             continue
@@ -85,27 +87,27 @@ def find(recipe: Recipe) -> Found:
         origins.setdefault("base models", set()).add(str(circumstances["base"]))
         origins.setdefault("training texts", set()).add(str(circumstances["data"]))
         for text in cell.texts:
-            result = result_of(cell, text, record)
+            result = read_result(cell, text, record)
             if result is None:
                 (untested if cell.texts[text]["split"] == "test" else unfinished).append(cell.name)
                 continue
             origins.setdefault(f"texts for {text}", set()).add(result["data"]["key"])
             rows += [row for row in _rows(cell, text, result) if row.overlap in cell.overlaps]
-    for what, several in origins.items():
-        if len(several) > 1:
-            raise ValueError(f"results with different {what} are side by side. Move those away that do not belong.")
-    return Found(rows, runs, list(dict.fromkeys(unfinished)), list(dict.fromkeys(untested)))
+    for kind, values in origins.items():
+        if len(values) > 1:
+            raise ValueError(f"the results have different {kind} and cannot be compared. Move the wrong ones away.")
+    return RecipeResults(rows, runs, list(dict.fromkeys(unfinished)), list(dict.fromkeys(untested)))
 
 
 def _rows(cell: Cell, text: str, result: dict[str, Any]) -> list[Row]:
-    about, data = result["model"], result["data"]
+    model, data = result["model"], result["data"]
     title = f"{data['name']}, {data['split']}: {data['documents']:,} documents"
     if data["max_tokens"] is not None:
         title += f", the first {data['max_tokens']:,} tokens of each"
     return [
         Row(
             label=cell.label, seed=result["seed"], text=text, title=f"{title}, {data['words']:,} words",
-            window=about["window"], trained=about["trained_overlap"], overlap=row["overlap"],
+            window=model["window"], trained=model["trained_overlap"], overlap=row["overlap"],
             use_state=row["use_state"], perplexity=row["word_perplexity"] or math.inf,
             flops=row["flops"]["base"] + row["flops"]["recurrence"], split=data["split"],
         )
@@ -117,58 +119,60 @@ def markdown(kind: str, rows: Sequence[Row]) -> str:
     """A table for each text."""
     parts = []
     for text in dict.fromkeys(row.text for row in rows):
-        some = [row for row in rows if row.text == text]
-        parts += [f"**{text}** ({some[0].title})", "", _KINDS[kind](some), ""]
+        own = [row for row in rows if row.text == text]
+        parts += [f"**{text}** ({own[0].title})", "", _KINDS[kind](own), ""]
     return "\n".join(parts)
 
 
 def overlaps(rows: Sequence[Row]) -> str:
-    """As table 2: the plain model trained once, a recurrent one for each overlap; then overlaps not trained at."""
+    """As table 2: one plain model at all overlaps, a recurrent one for each; then overlaps other than the trained."""
     lines = [["overlap", "plain", "FLOPs/token", "recurrent", "FLOPs/token", "", "state removed"]]
     matched = [row for row in rows if row.matched]
     for overlap in sorted({row.overlap for row in matched}):
-        here = [row for row in matched if row.overlap == overlap]
-        plain, recurrent, removed = split(here)
-        shown = told(plain), flops(plain), told(recurrent), flops(recurrent)
-        lines.append([f"{overlap}", *shown, change(recurrent, plain), told(removed)])
-    other = [row for row in rows if row.use_state and not row.matched]
-    if not other:
+        plain, recurrent, removed = split(row for row in matched if row.overlap == overlap)
+        shown = perplexity_text(plain), flops_text(plain), perplexity_text(recurrent), flops_text(recurrent)
+        lines.append([f"{overlap}", *shown, change_text(recurrent, plain), perplexity_text(removed)])
+    unmatched = [row for row in rows if row.use_state and not row.matched]
+    if not unmatched:
         return _table(lines)
     more = [["trained at", "scored at", "recurrent", "against one trained there"]]
-    for trained, overlap in sorted({(row.trained or 0, row.overlap) for row in other}):
-        here = [row for row in other if (row.trained, row.overlap) == (trained, overlap)]
+    for trained, overlap in sorted({(row.trained or 0, row.overlap) for row in unmatched}):
+        own = [row for row in unmatched if (row.trained, row.overlap) == (trained, overlap)]
         there = [row for row in matched if row.recurrent and row.use_state and row.overlap == overlap]
-        more.append([f"{trained}", f"{overlap}", told(here), change(here, there)])
+        more.append([f"{trained}", f"{overlap}", perplexity_text(own), change_text(own, there)])
     return f"{_table(lines)}\n\n{_table(more)}"
 
 
 def windows(rows: Sequence[Row]) -> str:
-    """As figures 4 and 5: for each window the plain model at its overlaps, and the recurrent one."""
+    """As figures 4 and 5: for each window the plain model at several overlaps, and the recurrent one."""
     plain_at = sorted({row.overlap for row in rows if not row.recurrent})
     head = ["window", *(f"plain, overlap {overlap}" for overlap in plain_at), "recurrent", "", "state removed"]
     lines = [head]
     for window in sorted({row.window for row in rows}):
-        here = [row for row in rows if row.window == window and row.matched]
-        plain, recurrent, removed = split(here)
+        plain, recurrent, removed = split(row for row in rows if row.window == window and row.matched)
         at = {overlap: [row for row in plain if row.overlap == overlap] for overlap in plain_at}
-        cells = [f"{told(some)} ({flops(some)})" for some in (*at.values(), recurrent)]
-        lines.append([f"{window}", *cells, change(recurrent, at.get(0, [])), told(removed)])
+        cells = [f"{perplexity_text(group)} ({flops_text(group)})" for group in (*at.values(), recurrent)]
+        lines.append([f"{window}", *cells, change_text(recurrent, at.get(0, [])), perplexity_text(removed)])
     return f"{_table(lines)}\n\nIn brackets: FLOPs per token."
 
 
 def variants(rows: Sequence[Row]) -> str:
-    """One line a cell, against the plain model at the same overlap and, if it is scored at several, at the greatest."""
+    """One line per cell and overlap, compared with the plain model at that overlap and, if it was scored at several, at
+    the largest."""
     first = next((row.label for row in rows if not row.recurrent), None)
     plain = {row.overlap: [r for r in rows if (r.label, r.overlap) == (first, row.overlap)] for row in rows}
-    most = max((row.overlap for row in rows if row.label == first), default=0)
-    dearest = [f"against plain at {most}"] * (most > 0)
-    lines = [["variant", "overlap", "FLOPs/token", "word perplexity", "against plain", *dearest, "state removed"]]
+    largest = max((row.overlap for row in rows if row.label == first), default=0)
+    against_largest = [f"against plain at {largest}"] * (largest > 0)
+    lines = [
+        ["variant", "overlap", "FLOPs/token", "word perplexity", "against plain", *against_largest, "state removed"]
+    ]
     for label, overlap in dict.fromkeys((row.label, row.overlap) for row in rows):
-        here = [row for row in rows if (row.label, row.overlap) == (label, overlap)]
-        kept = [row for row in here if not row.control]
-        beside = [change(kept, plain[at]) if label != first else "" for at in (overlap, *[most] * (most > 0))]
-        removed = told([row for row in here if row.control])
-        lines.append([label, f"{overlap}", flops(kept), told(kept), *beside, removed])
+        own = [row for row in rows if (row.label, row.overlap) == (label, overlap)]
+        shown = [row for row in own if not row.control]
+        compared = (overlap, *[largest] * (largest > 0))
+        changes = [change_text(shown, plain[at]) if label != first else "" for at in compared]
+        removed = perplexity_text([row for row in own if row.control])
+        lines.append([label, f"{overlap}", flops_text(shown), perplexity_text(shown), *changes, removed])
     return _table(lines)
 
 
@@ -176,10 +180,10 @@ _KINDS: dict[str, Callable[[Sequence[Row]], str]] = {"overlaps": overlaps, "wind
 
 
 def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row], list[Row]]:
-    """Plain, recurrent, recurrent with the state removed."""
+    """Rows of plain models, of recurrent ones, and of recurrent ones with the state removed."""
     rows = list(rows)
-    kept = [row for row in rows if not row.control]
-    return [r for r in kept if not r.recurrent], [r for r in kept if r.recurrent], [r for r in rows if r.control]
+    shown = [row for row in rows if not row.control]
+    return [r for r in shown if not r.recurrent], [r for r in shown if r.recurrent], [r for r in rows if r.control]
 
 
 def mean(rows: Sequence[Row]) -> float:
@@ -187,13 +191,13 @@ def mean(rows: Sequence[Row]) -> float:
 
 
 def paired(rows: Sequence[Row], others: Sequence[Row]) -> list[float]:
-    """By how much of them some perplexities differ from others, seed by seed, for the seeds that both have."""
+    """Relative differences of perplexities from others, for every seed that both have."""
     by_seed = {row.seed: row.perplexity for row in others}
     return [row.perplexity / by_seed[row.seed] - 1 for row in rows if row.seed in by_seed]
 
 
-def told(rows: Sequence[Row]) -> str:
-    """A perplexity; of several seeds their mean and half of what lies between the least and the most."""
+def perplexity_text(rows: Sequence[Row]) -> str:
+    """A perplexity; of several seeds the mean and half the distance between the lowest and the highest."""
     if not rows:
         return "–"
     values = [row.perplexity for row in rows]
@@ -201,18 +205,18 @@ def told(rows: Sequence[Row]) -> str:
     return f"{mean(rows):,.2f}{spread}" if math.isfinite(mean(rows)) else "not finite"
 
 
-def change(rows: Sequence[Row], others: Sequence[Row]) -> str:
-    """The mean difference of seeds that both have."""
+def change_text(rows: Sequence[Row], others: Sequence[Row]) -> str:
+    """The mean relative difference over the seeds that both have."""
     pairs = paired(rows, others)
     return f"{100 * sum(pairs) / len(pairs):+.1f} %" if pairs else ""
 
 
-def flops(rows: Sequence[Row]) -> str:
-    return flops_text(rows[0].flops) if rows else "–"
+def flops_text(rows: Sequence[Row]) -> str:
+    return report.flops_text(rows[0].flops) if rows else "–"
 
 
 def searches(runs: dict[str, dict[str, Any]]) -> str:
-    """The learning rates that were tried, and those that were chosen; empty where there was nothing to choose."""
+    """A table of the learning rates that were tried and chosen; empty if no run had several to choose from."""
     lines = [["cell", "learning rate", "of the recurrence", "validation word perplexity", ""]]
     for name, run in runs.items():
         chosen = run.get("chosen", {})
@@ -220,16 +224,16 @@ def searches(runs: dict[str, dict[str, Any]]) -> str:
             base, new = trial["rates"]
             best = (base, new) == (chosen.get("learning_rate"), chosen.get("recurrence_learning_rate"))
             rate = f"{new:g}" if run["settings"]["recurrence"] else ""
-            found = "not finite" if trial["word_perplexity"] is None else f"{trial['word_perplexity']:,.2f}"
-            lines.append([name, f"{base:g}", rate, found, "chosen" if best else ""])
+            perplexity = "not finite" if trial["word_perplexity"] is None else f"{trial['word_perplexity']:,.2f}"
+            lines.append([name, f"{base:g}", rate, perplexity, "chosen" if best else ""])
     return _table(lines) if len(lines) > 1 else ""
 
 
 def origin(runs: dict[str, dict[str, Any]]) -> str:
-    """Where numbers come from, in a sentence."""
+    """A sentence on where the numbers come from: models, tokens, hardware, seeds, commits."""
     records = list(runs.values())
     tokens = sorted(record["tokens"] for record in records)
-    trained = " to ".join(dict.fromkeys(f"{some / 1e6:.1f} M" for some in (tokens[0], tokens[-1])))
+    trained = " to ".join(dict.fromkeys(f"{count / 1e6:.1f} M" for count in (tokens[0], tokens[-1])))
     trials = sum(len(record["search"]) for record in records)
     hardware = sorted({record["hardware"].get("gpu") or record["hardware"]["cpu"] for record in records})
     commits = sorted({_short(record["commit"]) for record in records})
@@ -237,9 +241,9 @@ def origin(runs: dict[str, dict[str, Any]]) -> str:
     minutes = sum(record["seconds"] for record in records) / 60
     return (
         f"{len(records)} models, each trained on {trained} tokens"
-        + (f", and {trials} trials before them" if trials else "")
+        + (f", after {trials} trials of learning rates" if trials else "")
         + f"; {minutes:.0f} minutes of training in all on {', '.join(hardware)}; seeds {', '.join(map(str, seeds))}; "
-        f"commit {', '.join(commits)}." + " ± is half of what lies between the seeds." * (len(seeds) > 1)
+        f"commit {', '.join(commits)}." + " ± is half the distance between the seeds." * (len(seeds) > 1)
     )
 
 
@@ -248,4 +252,4 @@ def _short(commit: str) -> str:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    return markdown_table(lines[0], lines[1:], words=0)
+    return markdown_table(lines[0], lines[1:], text_columns=0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every training here has in common: Hugging Face's `Trainer`, whose checkpoints are whole or not there, which
-stops before a loss that is not a number spoils the weights, and which has a learning rate for what is new."""
+"""The base of both trainers: Hugging Face's `Trainer` with atomic checkpoints, a stop before a non-finite loss reaches
+the weights, and a separate learning rate for the recurrence."""
 
 import contextlib
 import math
@@ -17,130 +17,138 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..utils import checkpoints
-from ..utils.peft import frozen_by_peft, refuse_to_train, unwrapped
+from ..utils.files import delete_folder, replace_folder
+from ..utils.peft import check_trainable_adapters, get_recurrent_model, is_frozen_by_peft
 
 logger = logging.get_logger(__name__)
 
 
-def unseen(total: int) -> contextlib.AbstractContextManager[Callable[[int], object]]:
-    """Validation that shows nothing."""
+def no_progress(total: int) -> contextlib.AbstractContextManager[Callable[[int], object]]:
+    """Show no progress."""
     return contextlib.nullcontext(lambda count: None)
 
 
 class NonFiniteLoss(ArithmeticError):
-    """The loss is not a number. Raised before the weights are touched."""
+    """The loss or its gradient is NaN or infinite. Raised before the weights are updated."""
 
 
 @dataclass
-class WholeTrainingArguments(TrainingArguments):
-    """What every training here can be told beside `TrainingArguments`, and the defaults that all have."""
+class BaseTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the fields and defaults that both trainers share."""
 
     recurrence_learning_rate: float | None = field(
-        default=None, metadata={"help": "of the recurrence module; None is the learning rate of the base model"}
+        default=None, metadata={"help": "learning rate of the recurrence; None uses that of the base model"}
     )
-    use_state: bool = field(default=True, metadata={"help": "False trains the plain model: every window stands alone"})
+    use_state: bool = field(
+        default=True, metadata={"help": "False trains the base model alone, on independent windows"}
+    )
 
     logging_steps: float = 10
     save_total_limit: int | None = 2
     load_best_model_at_end: bool = True
     remove_unused_columns: bool = False
-    ddp_find_unused_parameters: bool | None = False  # every trained parameter has a gradient in every step
+    ddp_find_unused_parameters: bool | None = False  # every trained parameter gets a gradient in every step
 
     def __post_init__(self) -> None:
         if self.label_smoothing_factor:
-            raise ValueError("label_smoothing_factor is not for recurrent models, which compute their own loss: use 0.")
+            raise ValueError("label_smoothing_factor is not for recurrent models, which compute their own loss. Use 0.")
         super().__post_init__()
 
 
 class BaseTrainer(Trainer):
-    """A `Trainer` of recurrent models. Without `eval_dataset` nothing is validated.
+    """A `Trainer` for recurrent models. Without `eval_dataset` there is no validation.
 
     Attributes:
-        unit: what it counts: tokens, questions.
-        validating: shows how far validation is: from all that is to be read to what is told of every part.
+        unit: what progress is counted in: tokens, questions.
+        validation_progress: called with the size of a validation; gives a context whose function takes each advance.
     """
 
-    args: Any  # WholeTrainingArguments, which `Trainer` does not know
+    args: Any  # BaseTrainingArguments; `Trainer` declares TrainingArguments
     unit: str
-    validating: Callable[[int], contextlib.AbstractContextManager[Callable[[int], object]]]
+    validation_progress: Callable[[int], contextlib.AbstractContextManager[Callable[[int], object]]]
 
-    def __init__(self, model: Any, args: WholeTrainingArguments, *, eval_dataset: Any = None, **kwargs: Any):
+    def __init__(self, model: Any, args: BaseTrainingArguments, *, eval_dataset: Any = None, **kwargs: Any):
         self._staging: Path | None = None
-        self.validating = unseen
+        self.validation_progress = no_progress
         if eval_dataset is None:
             args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
         if kwargs.get("compute_loss_func") is not None:
-            raise ValueError("compute_loss_func would be given no logits: recurrent models compute their own loss.")
-        refuse_to_train(model)
-        if args.use_state and frozen_by_peft(model, model.recurrence):
+            raise ValueError(
+                "compute_loss_func would get no logits: recurrent models compute their own loss. Leave it out."
+            )
+        check_trainable_adapters(model)
+        if args.use_state and is_frozen_by_peft(model, model.memory):
             logger.warning(
-                "peft has frozen the recurrence, and saves nothing of it. To train it, give the adapters' config "
-                'modules_to_save=["recurrence"].'
+                "peft has frozen the recurrence and will not save it. To train it, set "
+                'modules_to_save=["memory"] in the adapter config.'
             )
         if not args.use_state:
-            model.recurrence.requires_grad_(False)
+            model.memory.requires_grad_(False)
         super().__init__(model, args, eval_dataset=eval_dataset, **kwargs)
 
     @property
     def inner(self) -> Any:
-        """The recurrent model itself, out of what accelerate and peft have put around it."""
-        return unwrapped(self.accelerator.unwrap_model(self.model))
+        """The recurrent model, without the wrappers of accelerate and peft."""
+        return get_recurrent_model(self.accelerator.unwrap_model(self.model))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
         rate = self.args.recurrence_learning_rate
-        new = set(self.accelerator.unwrap_model(self.model if model is None else model).recurrence.parameters())
+        added = set(self.accelerator.unwrap_model(self.model if model is None else model).memory.parameters())
         if rate is not None:
             for group in list(optimizer.param_groups):
-                mine = [parameter for parameter in group["params"] if parameter in new]
-                if mine:
-                    group["params"] = [parameter for parameter in group["params"] if parameter not in new]
-                    optimizer.add_param_group({**group, "params": mine, "lr": rate})
+                moved = [parameter for parameter in group["params"] if parameter in added]
+                if moved:
+                    group["params"] = [parameter for parameter in group["params"] if parameter not in added]
+                    optimizer.add_param_group({**group, "params": moved, "lr": rate})
         return optimizer
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """`Trainer` asks for the norm before it touches the weights, once a step, the same on all processes."""
+        """Check the gradient norm: `Trainer` computes it in each step before the update, equal on all processes."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if not math.isfinite(norm) and not self.args.fp16:  # there, loss scaling passes over such steps
-            raise self._not_finite(f"The gradient's norm became {float(norm)}", self.state.global_step + 1)
+        if not math.isfinite(norm) and not self.args.fp16:  # with fp16, loss scaling skips such steps
+            raise self._non_finite(f"The gradient's norm became {float(norm)}", self.state.global_step + 1)
         return norm
 
-    def _not_finite(self, what: str, step: int) -> NonFiniteLoss:
+    def _non_finite(self, what: str, step: int) -> NonFiniteLoss:
         return NonFiniteLoss(
-            f"{what} at step {step} ({self.done_after(self.state.global_step):,} {self.unit}). Use a smaller learning "
-            "rate, in another output folder."
+            f"{what} at step {step} ({self.units_after(self.state.global_step):,} {self.unit}). Use a smaller learning "
+            "rate, and another output folder."
         )
 
-    def done_after(self, step: int) -> int:
-        """How much was trained on after so many steps."""
+    def units_after(self, step: int) -> int:
+        """Number of tokens or questions (see `unit`) that the first `step` steps train on."""
         raise NotImplementedError
 
-    def told(self, metrics: dict[str, float]) -> str:
-        """What validation found, in words."""
+    def describe_metrics(self, metrics: dict[str, float]) -> str:
+        """The results of a validation in words, for the progress bar."""
         raise NotImplementedError
 
-    def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The end of `evaluate`: what it found goes to the log and the callbacks."""
+    def _report_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Pass the results of `evaluate` to the log and the callbacks, and return them."""
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Resumed from its last checkpoint, a run is at its end: `Trainer` would train one step more."""
+        """Skip the epoch if a run is resumed from its last checkpoint: `Trainer` would train one more step."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
 
-    # --- checkpoints that are whole or not there -------------------------------------------------------------------
+    # --- atomic checkpoints ----------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`; `resume_from_checkpoint=True` goes on from the newest complete checkpoint, if any."""
+        """As `Trainer.train`; `resume_from_checkpoint=True` resumes from the newest complete checkpoint, if any."""
         if resume_from_checkpoint is True:
-            found = checkpoints.latest(Path(self._get_output_dir(None)))
-            resume_from_checkpoint = None if found is None else str(found)
+            latest = checkpoints.latest_checkpoint(Path(self._get_output_dir(None)))
+            resume_from_checkpoint = None if latest is None else str(latest)
         elif isinstance(resume_from_checkpoint, str) and not checkpoints.is_complete(Path(resume_from_checkpoint)):
-            raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not there or was cut short.")
+            raise ValueError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} does not exist or is incomplete. Use True for "
+                "the newest complete checkpoint."
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -154,25 +162,27 @@ class BaseTrainer(Trainer):
             super()._load_best_model()
 
     def _forget_lost_best(self) -> None:
-        """The best checkpoint may have been deleted or damaged since; then the search for the best begins anew."""
+        """If the best checkpoint was deleted or damaged since, start the comparison of checkpoints over."""
         best = self.state.best_model_checkpoint
         if best is not None and not checkpoints.is_complete(Path(best)):
-            logger.warning("The best checkpoint, %s, is lost or incomplete: what follows is compared anew.", best)
+            logger.warning("The best checkpoint, %s, is missing or incomplete: only later ones are compared.", best)
             self.state.best_model_checkpoint = self.state.best_metric = self.state.best_global_step = None
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Weights tied to others are saved once; anything else that is missing is an error, not a warning."""
+        """Raise an error for missing or unexpected weights, except for tied ones, which are saved once."""
         tied = set(self.inner.all_tied_weights_keys)
-        wrong = sorted(set(load_result.missing_keys) - tied) + sorted(load_result.unexpected_keys)
-        if wrong:
-            raise ValueError(f"the checkpoint does not fit the model: {', '.join(wrong[:3])}. Use another output_dir.")
+        misfits = sorted(set(load_result.missing_keys) - tied) + sorted(load_result.unexpected_keys)
+        if misfits:
+            raise ValueError(
+                f"the checkpoint does not fit the model: {', '.join(misfits[:3])}. Use another output_dir."
+            )
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging or super()._get_output_dir(trial))
 
     @contextlib.contextmanager
     def _staged(self, run: Path) -> Iterator[Path]:
-        """A hidden folder in which `Trainer` writes what it believes to be the run."""
+        """A hidden folder that `Trainer` writes to as if it were the run's."""
         self._staging = run / ".saving"
         try:
             yield self._staging
@@ -197,18 +207,16 @@ class BaseTrainer(Trainer):
             if self.args.should_save:
                 self.state.save_to_json(str(staging / name / "trainer_state.json"))
                 checkpoints.seal(staging / name)
-                if (run / name).exists():
-                    checkpoints.discard(run / name)
-                (staging / name).rename(run / name)
+                replace_folder(staging / name, run / name)
                 self._rotate(run, best)
         self.accelerator.wait_for_everyone()
 
     def _rotate(self, run: Path, best: Path | None) -> None:
         """Keep the best checkpoint and the newest ones."""
         if self.args.save_total_limit:
-            others = [path for path in checkpoints.of_run(run) if path != best]
-            whole = [path for path in others if checkpoints.is_complete(path)]
-            keep = max(self.args.save_total_limit - (best is not None), 1)
+            others = [path for path in checkpoints.list_checkpoints(run) if path != best]
+            complete = [path for path in others if checkpoints.is_complete(path)]
+            count = max(self.args.save_total_limit - (best is not None), 1)
             for path in others:
-                if path not in whole[-keep:]:
-                    checkpoints.discard(path)
+                if path not in complete[-count:]:
+                    delete_folder(path)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a training run and its record, `run.json`: what it was made with, and what came of it.
+"""The folder of a training run and its record, `run.json`: settings, data and results.
 
-The same settings, data and number of processes go on where a run stopped; anything else is refused, since it would
-not be the same run.
+A run resumes with the same settings, data and number of processes. Anything else is refused: it would be another run.
 """
 
 import json
@@ -15,14 +14,14 @@ from ..settings import RecurrentSettings
 from ..utils.files import write_json
 
 
-class Run:
-    """A run's folder. Only the first process writes."""
+class RunFolder:
+    """A run's folder and record. Only the first process writes."""
 
     def __init__(self, settings: RecurrentSettings, folder: Path, writes: bool):
-        """Read what the folder says, if it is a run with the same settings; nothing is written yet."""
+        """Read the record, if the folder holds a run with the same settings. Writes nothing yet."""
         self.folder, self.writes = folder, writes
-        wanted = settings.as_json()
-        self.record: dict[str, Any] = {"kind": "run", "status": "running", "settings": wanted, "search": []}
+        now = settings.as_json()
+        self.record: dict[str, Any] = {"kind": "run", "status": "running", "settings": now, "search": []}
         if not (folder / RUN_FILE).exists():
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise ValueError(f"--out {folder} exists and is not a run of carryforward. Use another folder.")
@@ -32,19 +31,20 @@ class Run:
             before = dict(self.record["settings"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder / RUN_FILE} is damaged: {error}. Use another --out.") from error
-        self._refuse_changes("other settings", before, wanted)
+        self._refuse_changes("other settings", before, now)
 
     @property
     def finished(self) -> bool:
         return self.record["status"] == "finished"
 
     def begin(self, circumstances: dict[str, Any]) -> None:
-        """Write the record, or refuse to go on where circumstances have changed: data, processes."""
+        """Write the record; refuse to resume if the circumstances (data, processes) have changed."""
         before = self.record.setdefault("circumstances", circumstances)
         self._refuse_changes("other data or processes", before, circumstances)
         self.write()
 
     def finish(self, outcome: dict[str, Any]) -> None:
+        """Write the outcome to the record and mark the run as finished."""
         self.record |= _finite(outcome) | {"status": "finished"}
         self.write()
 
@@ -54,16 +54,18 @@ class Run:
             write_json(self.folder / RUN_FILE, self.record)
 
     def _refuse_changes(self, what: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-        differing = [name for name in now if now[name] != before.get(name)]
-        if differing:
-            told = ", ".join(f"{name}: {before.get(name)} there, {now[name]} here" for name in differing)
+        changes = [
+            f"{name}: {before.get(name)} there, {now[name]} here" for name in now if now[name] != before.get(name)
+        ]
+        if changes:
             raise ValueError(
-                f"{self.folder} belongs to a run with {what} ({told}). Use another --out, or what it was begun with."
+                f"{self.folder} belongs to a run with {what} ({', '.join(changes)}). Use another --out, or the "
+                "original values."
             )
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Replace infinities and NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on Hugging Face's `Trainer`: documents in, the paper's protocol as defaults (section 4.2).
+"""Train language models on documents with Hugging Face's `Trainer`. Defaults: the paper's protocol (section 4.2).
 
-`Trainer` keeps doing what it does: accumulation, mixed precision, clipping, logging, several processes. Added are
-samples of whole windows, intervals counted in scored tokens, perplexity of whole documents as validation, a learning
-rate for the new parameters, and checkpoints that are whole or not there (`whole_trainer`), so that a resumed run is
-exact.
+`Trainer` does accumulation, mixed precision, clipping, logging and several processes. Added are samples of whole
+windows, intervals counted in scored tokens and perplexity of whole documents as validation; `base_trainer` adds a
+learning rate for the recurrence and atomic checkpoints. A resumed run is exact.
 """
 
 import math
@@ -18,29 +17,36 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ..data.samples import Order, Samples, StatefulBatchSampler, check_documents, collate
+from ..data.samples import EpochSampler, Samples, StatefulBatchSampler, check_documents, collate
 from ..evaluation.perplexity import Perplexity, perplexity
 from ..models.causal_lm import RecurrentForCausalLM
 from ..state import State
-from ..utils.peft import frozen_by_peft, unwrapped
+from ..utils.peft import get_recurrent_model, is_frozen_by_peft
 from ..windows import IGNORE
-from .base_trainer import BaseTrainer, WholeTrainingArguments
+from .base_trainer import BaseTrainer, BaseTrainingArguments
 
-NEVER = 10**12  # steps: intervals are counted in tokens
+NEVER = 10**12  # steps; intervals are counted in tokens instead
 
 
 @dataclass
-class RecurrentTrainingArguments(WholeTrainingArguments):
-    """`TrainingArguments` with the paper's protocol as defaults: Adam, 100 steps of warm-up and then constant, two
-    epochs, validation every 2 million tokens with the best kept, the base model trained too. Tokens are scored ones."""
+class RecurrentTrainingArguments(BaseTrainingArguments):
+    """`TrainingArguments` with the paper's protocol as defaults.
 
-    windows_per_sample: int = field(default=20, metadata={"help": "windows backpropagated through in one sample"})
-    train_tokens: int | None = field(default=None, metadata={"help": "stop after so many tokens instead of epochs"})
-    eval_tokens: int = field(default=2_000_000, metadata={"help": "validate and save every so many tokens"})
-    save_tokens: int | None = field(default=None, metadata={"help": "save every so many tokens as well"})
-    freeze_base: bool = field(default=False, metadata={"help": "train the recurrence module alone"})
+    Adam, 100 steps of warm-up, then a constant learning rate; two epochs; validation every 2 million tokens, and the
+    best checkpoint is kept; the base model is trained too. Tokens are scored tokens.
+    """
+
+    windows_per_sample: int = field(
+        default=20, metadata={"help": "windows per sample; the loss is backpropagated through all"}
+    )
+    train_tokens: int | None = field(
+        default=None, metadata={"help": "tokens to train on, in place of num_train_epochs"}
+    )
+    eval_tokens: int = field(default=2_000_000, metadata={"help": "tokens between validations, each with a checkpoint"})
+    save_tokens: int | None = field(default=None, metadata={"help": "tokens between additional checkpoints"})
+    freeze_base: bool = field(default=False, metadata={"help": "train only the recurrence"})
     carry_state: bool = field(
-        default=False, metadata={"help": "start a sample with the state of the one before, without its gradient"}
+        default=False, metadata={"help": "start a sample with the final state of the previous one, detached"}
     )
 
     recurrence_learning_rate: float | None = 1e-3
@@ -62,17 +68,17 @@ class RecurrentTrainingArguments(WholeTrainingArguments):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
         if self.carry_state and not self.use_state:
-            raise ValueError("carry_state=True carries what use_state=False removes: choose one.")
+            raise ValueError("carry_state=True carries the state, which use_state=False removes: choose one.")
         if self.freeze_base and not self.use_state:
-            raise ValueError("freeze_base trains the recurrence alone and use_state=False the base alone: choose one.")
-        unsaid = self.accelerator_config is None
+            raise ValueError("freeze_base trains only the recurrence, and use_state=False only the base: choose one.")
+        default_config = self.accelerator_config is None
         super().__post_init__()
-        if unsaid and self.dataloader_pin_memory:  # the next batch travels while this one is worked on
+        if default_config and self.dataloader_pin_memory:  # copy the next batch to the device during a step
             self.accelerator_config.non_blocking = True  # type: ignore[union-attr]
 
 
 class RecurrentTrainer(BaseTrainer):
-    """A `Trainer` whose data sets are documents: sequences of token ids, usually `Documents`."""
+    """A `Trainer` whose datasets are documents: sequences of token ids, usually `Documents`."""
 
     args: RecurrentTrainingArguments
     unit = "tokens"
@@ -86,21 +92,21 @@ class RecurrentTrainer(BaseTrainer):
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
-        inner = unwrapped(model)
+        inner = get_recurrent_model(model)
         if not isinstance(inner, RecurrentForCausalLM):
-            raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}: make one "
+            raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}. Make one "
                              "with add_recurrence(AutoModelForCausalLM.from_pretrained(...)).")  # fmt: skip
-        nothing = not any(True for _ in inner.recurrence.parameters()) or frozen_by_peft(model, inner.recurrence)
-        if args.freeze_base and nothing:
-            raise ValueError("freeze_base trains the recurrence alone, and this one has nothing to be trained.")
+        has_parameters = any(True for _ in inner.memory.parameters())
+        if args.freeze_base and (not has_parameters or is_frozen_by_peft(model, inner.memory)):
+            raise ValueError("freeze_base trains only the recurrence, and this one has no parameters to train.")
         recurrence = inner.config.recurrence
         self.samples = Samples(
-            train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample, in_pieces=args.carry_state
+            train_dataset, recurrence.window, recurrence.overlap, args.windows_per_sample, carry_state=args.carry_state
         )
         if args.freeze_base:
             model.base.requires_grad_(False)
         if isinstance(eval_dataset, dict):
-            raise ValueError("eval_dataset is a dictionary: give documents, and evaluate others with evaluate(...).")
+            raise ValueError("eval_dataset is a dictionary. Give documents, and pass other datasets to evaluate(...).")
         if eval_dataset is not None:
             check_documents(eval_dataset)
             if not any(len(document) > 1 for document in eval_dataset):
@@ -108,7 +114,9 @@ class RecurrentTrainer(BaseTrainer):
         self.global_batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         rows, seed = args.train_batch_size * args.world_size, args.seed if args.data_seed is None else args.data_seed
         self.order = (
-            StatefulBatchSampler(self.samples, rows, seed) if args.carry_state else Order(len(self.samples), rows, seed)
+            StatefulBatchSampler(self.samples, rows, seed)
+            if args.carry_state
+            else EpochSampler(len(self.samples), rows, seed)
         )
         self.carried: State | None = None
         self.epoch_steps = math.ceil(len(self.order) / self.global_batch)
@@ -117,23 +125,23 @@ class RecurrentTrainer(BaseTrainer):
             args.max_steps = self._steps_for(args.train_tokens)
         super().__init__(
             model, args, data_collator=collate, train_dataset=self.samples, eval_dataset=eval_dataset,
-            callbacks=[_TokenFlow(self), *callbacks], **kwargs,
+            callbacks=[_TokenIntervalCallback(self), *callbacks], **kwargs,
         )  # fmt: skip
-        # a first label counts too: a state precedes it, or it is -100
+        # the first label counts too: a state precedes it, or it is -100
         self._loss_shifts_labels = False
 
     # --- samples and tokens ----------------------------------------------------------------------------------------
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Order:
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         return self.order
 
     def tokens_after(self, step: int) -> int:
-        """How many tokens are scored by the first so many steps: known without having run them."""
+        """Number of tokens that the first `step` steps score. Known before they run."""
         epoch, rest = divmod(step, self.epoch_steps)
         if not rest:
             return epoch * int(self.samples.targets.sum())
         if self._targets[0] != epoch:
-            of_sample = np.append(self.samples.targets, 0)  # the last is the empty sample's
+            of_sample = np.append(self.samples.targets, 0)  # the last one is the empty sample
             self._targets = epoch, np.cumsum(of_sample[self.order.indices(epoch)])
         scored = self._targets[1]
         return epoch * int(self.samples.targets.sum()) + int(scored[min(rest * self.global_batch, len(scored)) - 1])
@@ -144,9 +152,9 @@ class RecurrentTrainer(BaseTrainer):
             step += 1
         return step
 
-    done_after = tokens_after
+    units_after = tokens_after
 
-    def told(self, metrics: dict[str, float]) -> str:
+    def describe_metrics(self, metrics: dict[str, float]) -> str:
         return f"validation word perplexity {metrics['eval_word_perplexity']:,.2f}"
 
     def compute_loss(  # type: ignore[override]
@@ -161,12 +169,13 @@ class RecurrentTrainer(BaseTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _state_for(self, labels: Tensor) -> State:
-        """A batch goes on from the state of the last one, in the rows whose first token has a label: others begin."""
+        """The initial state of a batch: the carried one in rows that continue a document (their first token has a
+        label), a fresh one in the others."""
         fresh = self.inner.fresh_state(len(labels))
         if self.carried is None:
             return fresh
-        goes_on = (labels[:, 0] != IGNORE).tolist()
-        return State.cat([(self.carried if on else fresh)[[row]] for row, on in enumerate(goes_on)])
+        continues = (labels[:, 0] != IGNORE).tolist()
+        return State.cat([(self.carried if carry else fresh)[[row]] for row, carry in enumerate(continues)])
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -183,13 +192,13 @@ class RecurrentTrainer(BaseTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Perplexity of whole documents at the overlap of training."""
+        """Measure the perplexity of whole documents at the overlap of training."""
         documents = self.eval_dataset if eval_dataset is None else eval_dataset
         if documents is None:
             raise ValueError("evaluate needs documents: give eval_dataset, here or to RecurrentTrainer.")
         score = self._perplexity(documents)
-        if not math.isfinite(score.nats):  # before such weights are saved
-            raise self._not_finite(f"The validation loss became {score.nats}", self.state.global_step)
+        if not math.isfinite(score.nats):  # before these weights are saved
+            raise self._non_finite(f"The validation loss became {score.nats}", self.state.global_step)
         metrics = {
             f"{metric_key_prefix}_loss": score.nats / max(score.tokens, 1),
             f"{metric_key_prefix}_word_perplexity": score.word_perplexity if score.words else score.token_perplexity,
@@ -198,31 +207,31 @@ class RecurrentTrainer(BaseTrainer):
         }
         if score.bytes:
             metrics[f"{metric_key_prefix}_bits_per_byte"] = score.bits_per_byte
-        return self._tell(metrics)
+        return self._report_metrics(metrics)
 
     def _perplexity(self, documents: Any) -> Perplexity:
-        """Over all processes: each reads its share of the documents, and the sums add up."""
+        """Perplexity over all processes: each one scores its share of the documents, and the sums are reduced."""
         world, rank = self.args.world_size, self.args.process_index
-        shared = world > 1 and not self.is_fsdp_enabled  # sharded weights need every process in every call
-        mine = documents[rank::world] if shared else documents
-        targets = sum(max(len(ids) - 1, 0) for ids in mine)
-        with self.accelerator.autocast(), self.validating(targets) as progress:
+        distributed = world > 1 and not self.is_fsdp_enabled  # sharded weights need every process in every call
+        share = documents[rank::world] if distributed else documents
+        targets = sum(max(len(ids) - 1, 0) for ids in share)
+        with self.accelerator.autocast(), self.validation_progress(targets) as progress:
             score = perplexity(
                 self.inner,
-                mine,
+                share,
                 use_state=self.args.use_state,
                 batch_size=self.args.per_device_eval_batch_size,
                 progress=progress,
             )
-        if not shared:
+        if not distributed:
             return score
         sums = torch.tensor([*vars(score).values()], dtype=torch.float64, device=self.args.device)
         total = self.accelerator.reduce(sums, reduction="sum").tolist()
         return Perplexity(total[0], *map(int, total[1:]))
 
 
-class _TokenFlow(TrainerCallback):
-    """Validation and saving at intervals counted in tokens; the order of each epoch."""
+class _TokenIntervalCallback(TrainerCallback):
+    """Validates and saves at intervals counted in tokens, and sets the order of each epoch."""
 
     def __init__(self, trainer: RecurrentTrainer):
         self.trainer = trainer

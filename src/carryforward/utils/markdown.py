@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
-    """A table whose first columns, so many, hold words and whose others hold numbers, which stand on the right."""
-    rule = ["---"] * words + ["---:"] * (len(head) - words)
-    return "\n".join(f"| {' | '.join(map(_escaped, cells))} |" for cells in (head, rule, *rows))
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
+    """Return a Markdown table. The first `text_columns` columns are left-aligned, the others, for numbers, right."""
+    rule = ["---"] * text_columns + ["---:"] * (len(header) - text_columns)
+    return "\n".join(f"| {' | '.join(map(_escape, cells))} |" for cells in (header, rule, *rows))
 
 
-def _escaped(cell: str) -> str:
-    """A bar that is not escaped yet would end the cell."""
+def _escape(cell: str) -> str:
+    """Escape vertical bars, which would end the cell, unless they are escaped already."""
     return re.sub(r"(?<!\\)\|", r"\\|", cell)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a result comes from: versions, commit, hardware. Every JSON with figures in it carries this."""
+"""The provenance of a result: versions, commit, hardware. Every result in JSON contains it."""
 
 import contextlib
 import datetime
@@ -18,19 +18,19 @@ from .. import __version__
 
 
 def commit() -> str:
-    """The source's commit, marked if files differ from it; or what CARRYFORWARD_COMMIT says, for a copy of it."""
+    """Return the commit of the source, with "-dirty" if files differ, or $CARRYFORWARD_COMMIT if that is set."""
     if "CARRYFORWARD_COMMIT" in os.environ:
         return os.environ["CARRYFORWARD_COMMIT"]
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # the hash, never a tag
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # the hash, not a tag
     here = Path(__file__).parent.parent
-    if (here.parents[1] / "pyproject.toml").exists():  # installed from a checkout; else git would find another project
+    if (here.parents[1] / "pyproject.toml").exists():  # a checkout: elsewhere, git might find another project
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     return "unknown"
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """What to write beside a result measured on a device."""
+    """Return what to record with a result that was measured on `device`."""
     import torch
 
     hardware: dict[str, Any] = {"device": device, "cpu": _cpu(), "cores": os.cpu_count()}
@@ -48,7 +48,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """What was typed, without where things lie on this machine: results are published."""
+    """Return the command line without directories of this machine: results are published."""
     name = Path(arguments[0]).name
     program = name if name.endswith(".py") and name != "__main__.py" else "carryforward"
     return shlex.join([program, *(re.sub(r"(^|=)[/~][^=]*/([^/=]+)", r"\1\2", argument) for argument in arguments[1:])])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C that loses nothing: a first one is a request to stop where it suits, a second one ends at once."""
+"""Graceful interruption: the first Ctrl-C asks the work to stop at a good point, the second one stops it at once."""
 
 import contextlib
 import signal
@@ -10,29 +10,29 @@ from . import console
 
 
 class Interruptible:
-    """Work that looks at `requested` now and then."""
+    """Work that checks `requested` from time to time, and stops if it is true."""
 
-    def __init__(self, remark: str | None = None):
+    def __init__(self, message: str | None = None):
         """
         Args:
-            remark: said on the first request: what will still be done.
+            message: printed at the first request: what is still finished before the end.
         """
         self.requested = False
-        self._remark = remark
+        self._message = message
 
     @contextlib.contextmanager
     def listening(self, *signals: int) -> Iterator[None]:
-        """While inside, these signals are requests."""
-        before = {number: signal.signal(number, self._request) for number in signals}
+        """Treat these signals as requests to stop while the context is active."""
+        previous = {number: signal.signal(number, self._request) for number in signals}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def _request(self, number: int, frame: Any) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        if self._remark is not None:
-            console.note(self._remark)
+        if self._message is not None:
+            console.note(self._message)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks share: result files that are replaced only when a run is complete, and cases in child processes.
+
+After every case a run writes its measurements to `NAME.json.unfinished`. If it ends early, that file stays and the old
+results are untouched; at the end it replaces them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from carryforward.utils.files import write_json
+from carryforward.utils.provenance import provenance
+
+RESULTS = Path(__file__).parent / "results"
+Write = Callable[[dict[str, Any]], None]
+
+
+def run_case(script: str, *arguments: str, env: dict[str, str]) -> Any:
+    """Run one case of a script in a child process and parse the JSON that it prints on its last line."""
+    command = [sys.executable, script, *arguments]
+    process = subprocess.run(command, env=os.environ | env, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@contextmanager
+def replace_at_end(out: Path) -> Iterator[Write]:
+    """Yield a function that writes a report next to `out`. On a normal exit the last one written replaces `out`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    written = False  # by this run: an earlier one may have left a file
+
+    def write(report: dict[str, Any]) -> None:
+        nonlocal written
+        write_json(unfinished, report)
+        written = True
+
+    try:
+        yield write
+    except BaseException as error:
+        if written:
+            error.add_note(f"The measurements so far are in {unfinished}; {out} is unchanged.")
+        raise
+    if written:
+        os.replace(unfinished, out)
+
+
+@contextmanager
+def collect_cases(out: Path, report: dict[str, Any]) -> Iterator[Write]:
+    """Yield a function that adds a case to a report, which replaces `out` at the end."""
+    cases: list[dict[str, Any]] = []
+    with replace_at_end(out) as write:
+
+        def add(case: dict[str, Any]) -> None:
+            cases.append(case)
+            write(report | {"cases": cases})
+
+        yield add
+
+
+class Report:
+    """Rows of measurements, each with its commit. Ratios are taken within a row, never across rows.
+
+    A run of all parts (`whole`) starts a new file. A run of some parts keeps the other rows, which must have been
+    measured on the same machine, with the same versions and shapes.
+    """
+
+    def __init__(self, out: Path, device: str, shapes: dict[str, Any], whole: bool):
+        self.record: dict[str, Any] = {**provenance(device), "seed": 0, "shapes": shapes, "rows": []}
+        self.commit = self.record.pop("commit")
+        if out.exists() and not whole:
+            earlier = json.loads(out.read_text())
+            if different := list(differences(earlier, self.record)):
+                advice = "Rows of both cannot be in one file: run all parts, or give another --out."
+                raise SystemExit(f"{out} was measured with {'; '.join(different)}. {advice}")
+            self.record |= {"shapes": earlier["shapes"] | shapes, "rows": earlier["rows"]}
+        self.file = replace_at_end(out)
+
+    def __enter__(self) -> "Report":
+        self.write = self.file.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self.file.__exit__(*exception)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a row in place of an earlier one with the same name, shape, batch and windows, and write the file."""
+        key = ("row", "shape", "batch", "windows")
+        others = [r for r in self.record["rows"] if any(r.get(k) != row.get(k) for k in key)]
+        self.record["rows"] = [*others, {"commit": self.commit, **row}]
+        self.write(self.record)
+        print(json.dumps(row))
+
+
+def differences(earlier: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Differences in hardware, versions and shapes that both reports have, as text."""
+    for group in ("hardware", "versions", "shapes"):
+        before, after = earlier[group], now[group]
+        for name in dict.fromkeys([*before, *after]):
+            known = name in before.keys() & after.keys()  # a shape of one report alone is in no row of the other
+            if before.get(name) != after.get(name) and (group != "shapes" or known):
+                yield f"{name} {before.get(name)}, now {after.get(name)}"

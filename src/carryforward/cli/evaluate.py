@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`carryforward evaluate`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..settings import BUNDLED, EvaluateSettings
+from .errors import user_errors
+from .options import Config, Device, Json, options
+
+
+@options(EvaluateSettings)
+def evaluate(
+    settings: EvaluateSettings,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL", help="Run folders, model folders or Hub names.", show_default="the bundled model"
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for JSON, table, CSV and figure.")] = None,
+    config: Config = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Measure perplexity and FLOPs on a corpus, at one or several overlaps, with and without the state."""
+    with user_errors():
+        from ..evaluation import report
+        from ..evaluation.evaluate import check
+        from ..evaluation.evaluate import evaluate as evaluate_model
+
+        names = models or [BUNDLED]
+        if out is not None:  # before hours of work
+            out.mkdir(parents=True, exist_ok=True)
+        for name in names if len(names) > 1 else ():  # a single model is checked soon enough
+            check(name, settings)
+        results = []
+        for name in names:
+            results.append(evaluate_model(name, settings, device=device))
+            if out is not None:  # after each model: the next one may fail
+                report.save(results, out)
+        typer.echo(json.dumps(results) if as_json else report.markdown(results))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a JSON lines file in chunks of documents, and continue after the lines that an earlier run has embedded.
+
+A chunk records how many lines and bytes were read up to its end, and a digest of them: a run can continue as long as
+these lines are unchanged. Later lines may be corrected or added.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..data.tokenization import check_text
+from ..settings import EmbedSettings
+from ..utils import console
+
+DOCUMENTS_PER_CHUNK = 64
+# by output; the vectors of a chunk are in memory together, and token vectors take thousands of times the space of text
+CHARACTERS_PER_CHUNK = {"document": 8_000_000, "windows": 8_000_000, "tokens": 250_000}
+
+
+@dataclass
+class Chunk:
+    """Documents whose vectors are written as one part.
+
+    Attributes:
+        ids, texts: of the documents.
+        skipped: the numbers of skipped lines, counted from 1.
+        lines, bytes, digest: of the source, from its start to the end of this chunk.
+    """
+
+    ids: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    lines: int = 0
+    bytes: int = 0
+    digest: str = ""
+
+    def metadata(self) -> dict[str, Any]:
+        """All fields but the texts."""
+        return {name: value for name, value in vars(self).items() if name != "texts"}
+
+
+def read_chunks(source: Path, last: dict[str, Any], settings: EmbedSettings, max_characters: int) -> Iterator[Chunk]:
+    """Yield the documents after those of an earlier run, in chunks.
+
+    Args:
+        last: the metadata of the last chunk that was embedded.
+        max_characters: a chunk ends with the document that reaches this number.
+    """
+    number, size, length = last["lines"], last["bytes"], 0
+    chunk = Chunk()
+    with source.open("rb") as file:
+        digest = _read_digest(file, size)
+        if size and digest.hexdigest() != last["digest"]:
+            raise ValueError(
+                f"{source} has changed in lines that were embedded already. Use another --out, or delete its .parts "
+                "folder to start again."
+            )
+        for raw in file:
+            number, size = number + 1, size + len(raw)
+            digest.update(raw)
+            if not raw.strip():
+                continue
+            try:
+                document_id, text = _parse(raw, number, settings.text_field, settings.id_field)
+            except ValueError as error:
+                if settings.on_error == "stop":
+                    raise ValueError(f"{source}, line {number}: {error} Correct it, or use --on-error skip.") from error
+                console.note(f"{source}, line {number} is skipped: {error}")
+                chunk.skipped.append(number)
+                continue
+            chunk.ids.append(document_id)
+            chunk.texts.append(text)
+            length += len(text)
+            if len(chunk.ids) == DOCUMENTS_PER_CHUNK or length >= max_characters:
+                chunk.lines, chunk.bytes, chunk.digest = number, size, digest.hexdigest()
+                yield chunk
+                chunk, length = Chunk(), 0
+    if chunk.ids or chunk.skipped:
+        chunk.lines, chunk.bytes, chunk.digest = number, size, digest.hexdigest()
+        yield chunk
+
+
+def _read_digest(file: BinaryIO, size: int) -> Any:
+    """The digest of a file's first `size` bytes; the file is left after them."""
+    digest = blake2b(digest_size=16)
+    while size > 0 and (block := file.read(min(size, 1 << 20))):
+        digest.update(block)
+        size -= len(block)
+    return digest
+
+
+def _parse(raw: bytes, number: int, text_field: str, id_field: str) -> tuple[str, str]:
+    """The id and the text of a line."""
+    try:
+        row = json.loads(raw.decode("utf-8-sig"))  # the first line may begin with a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 (byte {error.start}).") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error}).") from error
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply.") from error
+    if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
+        fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"it has no text in {text_field!r} (it has: {fields}).")
+    document_id = row.get(id_field)
+    document_id = f"line-{number}" if document_id is None else document_id
+    if isinstance(document_id, bool) or not isinstance(document_id, str | int | float):
+        raise ValueError(f"its {id_field!r} is of type {type(document_id).__name__}: use text or a number.")
+    check_text(f"its {id_field!r}", str(document_id))
+    check_text(f"its {text_field!r}", row[text_field])
+    return str(document_id), row[text_field]

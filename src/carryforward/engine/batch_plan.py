@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a padded batch, and the state it continues from, to the window batches that run.
+
+Padding is removed first, so that positions count real tokens. Each row then has its own schedule of windows. What runs
+together is a `WindowBatch`: the next window of every row that still has one. Lengths are read from the device once;
+planning is done on the host. A row may have a prefix of its own, such as a question.
+
+Coordinates: a *token* index counts from the document's start, a *position* from the window's start (prefix included),
+a *column* from the start of the packed row (the unfinished window's first token).
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import RecurrentModelConfig
+from ..memories.base import Dependency
+from ..state import State
+from ..windows import IGNORE, Window, encoder_schedule, schedule
+from .window_batches import WindowBatch
+
+
+class BatchPlan:
+    """One call's documents, packed, and the window batches in which they are read.
+
+    Attributes:
+        tokens, labels: packed rows, [B, M]: tokens pending from the state, then the new ones.
+        first: for each row, the token index of its first column.
+        read, lengths: for each row, how many tokens were read before the call, and how many after it.
+        capacities: for each row, the document tokens of a full window.
+        schedules: for each row, its windows.
+        batches: the window batches, in order.
+        width: columns of the input.
+    """
+
+    def __init__(
+        self,
+        config: RecurrentModelConfig,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        state: State,
+        *,
+        overlap: int,
+        outputs: bool,
+        final: bool,
+        closing: bool,
+        use_state: bool,
+        parallel_windows: int,
+        prefixes: Sequence[Sequence[int]] | None,
+    ):
+        """
+        Args:
+            state: how far the documents have been read; a fresh one for new documents.
+            outputs: an output is needed at every token, the last one included, and not only the scored targets.
+            final: the documents end here (encoders).
+            closing: they end here, and their last windows pass on a state even if they are not full.
+            use_state: pass states on. Otherwise every window stands alone.
+            parallel_windows: windows of a row that run together if each stands alone and only the loss is needed. Rows
+                with different numbers of windows, and encoders, whose windows have masks, run one window at a time:
+                that keeps the number of shapes small, each of which is captured on a GPU.
+            prefixes: the tokens in front of every window of each row, with token types that tell them from the
+                document where the model has some; by default the config's.
+        """
+        self.config = config
+        self.causal = config.architecture.causal
+        self.overlap = overlap
+        self.outputs = outputs
+        self.final = final
+        self.closing = closing
+        self.use_state = use_state
+        recurrence = config.recurrence
+        self.has_row_prefixes = prefixes is not None
+        self.prefixes = [recurrence.prefix] * len(input_ids) if prefixes is None else [tuple(one) for one in prefixes]
+        self.suffix = recurrence.suffix
+        self.token_types = self.has_row_prefixes and config.architecture.has_token_types(config.base_config)
+        self.filler = getattr(config.base_config, "pad_token_id", None) or 0  # where an encoder's window has no token
+        self.capacities = [recurrence.window - len(prefix) - len(self.suffix) for prefix in self.prefixes]
+        self.initial_state = state
+        self._prefix_table: Tensor | None = None
+        self.read: list[int] = state.read.tolist()
+        self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
+        self._pack(input_ids, attention_mask, labels)
+        self.schedules = [self._schedule(row) for row in range(len(self.read))]
+        dependency = recurrence.dependency if use_state else Dependency.NONE
+        alone = dependency is Dependency.NONE and self.causal and not outputs and len({*map(len, self.schedules)}) == 1
+        self.batches = self._make_batches(parallel_windows if alone else 1)
+
+    # --- packing -----------------------------------------------------------------------------------------------
+
+    def _pack(self, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor | None) -> None:
+        """Put each row's pending tokens and its new real ones side by side, starting in column 0."""
+        batch, width = input_ids.shape
+        self.width = width
+        new = torch.full((batch,), width)
+        self.source: Tensor | None = None  # the input column of each new token; None: the same column
+        if attention_mask is not None and not attention_mask.all():
+            mask = attention_mask.bool().cpu()
+            new = mask.sum(dim=1)
+            self.source = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(new.max())]
+        state = self.initial_state
+        self.lengths: list[int] = (state.read + new).tolist()
+        self.tokens = self._join(state.tokens, input_ids)
+        self.labels = None
+        if labels is not None or state.labels is not None:  # pending labels are scored in any case
+            pending = torch.full_like(state.tokens, IGNORE) if state.labels is None else state.labels
+            self.labels = self._join(pending, torch.full_like(input_ids, IGNORE) if labels is None else labels)
+
+    def _join(self, pending: Tensor, new: Tensor) -> Tensor:
+        """Pending columns before the new ones, row by row. Without pending columns or padding nothing is copied."""
+        if self.source is not None:
+            new = new.gather(1, self.source.to(new.device))
+        if not pending.shape[1]:
+            return new
+        both = torch.cat([pending.to(new.device), new], dim=1)
+        counts = self.initial_state.pending[:, None]
+        columns = torch.arange(both.shape[1]).expand(len(both), -1)
+        moved = (columns + pending.shape[1] - counts).clamp(max=both.shape[1] - 1)
+        return both.gather(1, torch.where(columns < counts, columns, moved).to(new.device))
+
+    # --- planning ----------------------------------------------------------------------------------------------
+
+    def _schedule(self, row: int) -> list[Window]:
+        window, length, start = self.config.recurrence.window, self.lengths[row], self.first[row]
+        if self.causal:
+            length += self.outputs  # as if one more token followed: then the last one has an output too
+            return list(schedule(length, window, self.overlap, start=start, score_from=max(self.read[row], 1)))
+        sizes = {"prefix": len(self.prefixes[row]), "suffix": len(self.suffix)}
+        return list(encoder_schedule(length, window, self.overlap, **sizes, start=start, final=self.final))
+
+    def _make_batches(self, parallel: int) -> list[WindowBatch]:
+        batches, bptt_windows = [], self.config.recurrence.bptt_windows
+        plan = weakref.proxy(self)  # a cycle would keep states alive until the garbage collector runs
+        started = self.initial_state.started.tolist()
+        for step in range(0, max(map(len, self.schedules), default=0), parallel):
+            pairs = [(row, w) for row, windows in enumerate(self.schedules) for w in windows[step : step + parallel]]
+            receives = [self.use_state and (step > 0 or started[row]) for row, _ in pairs]
+            for has_state in (True, False):
+                group = [pair for pair, received in zip(pairs, receives, strict=True) if received == has_state]
+                if group:
+                    finished = [self.is_finished(row, window) for row, window in group]
+                    number = [window.start // (self.capacities[row] - self.overlap) for row, window in group]
+                    detach = [bptt_windows is not None and n % bptt_windows == 0 for n in number]
+                    width = max(len(self.prefixes[row]) + window.end - window.start for row, window in group)
+                    rows, windows = map(list, zip(*group, strict=True))
+                    batches.append(
+                        WindowBatch(plan, rows, windows, has_state, finished, detach, width + len(self.suffix))
+                    )
+        return batches
+
+    def is_finished(self, row: int, window: Window) -> bool:
+        """Whether a window passes on its state: it is full and nothing of it is still to be scored."""
+        if self.closes(row, window):
+            return True
+        full = window.end - window.start == self.capacities[row]
+        more = window.end < self.lengths[row]
+        return full and (more or not (self.causal or self.final))
+
+    def closes(self, row: int, window: Window) -> bool:
+        """Whether a window is the last of a document that ends here."""
+        return self.closing and window.end == self.lengths[row]
+
+    # --- tensors that window batches share ---------------------------------------------------------------------
+
+    def index(self, values: Sequence[Any] | Tensor) -> Tensor:
+        """Numbers of the plan as a tensor on the device, sent without waiting for it."""
+        numbers = torch.as_tensor(values)
+        if self.tokens.is_cuda:
+            numbers = numbers.pin_memory()
+        return numbers.to(self.tokens.device, non_blocking=True)
+
+    def send_indices(self) -> None:
+        """Give every window batch its indices: one transfer for all, since latency costs more than size."""
+        numbers = [
+            (row, window.start - self.first[row], len(self.prefixes[row]), window.end - window.start)
+            for batch in self.batches
+            for row, window in zip(batch.rows, batch.windows, strict=True)
+        ]
+        parts = self.index(numbers).split([len(batch.rows) for batch in self.batches])
+        for batch, part in zip(self.batches, parts, strict=True):
+            batch.set_indices(*part.split(1, dim=1))
+
+    def prefix_table(self) -> Tensor:
+        """Every row's prefix, padded to the longest, [B, longest]."""
+        if self._prefix_table is None:
+            longest = max(map(len, self.prefixes))
+            rows = [(*prefix, *[self.filler] * longest)[:longest] for prefix in self.prefixes]
+            self._prefix_table = self.index(rows)
+        return self._prefix_table
+
+    def count_scored(self) -> Tensor:
+        """The number of targets this call scores."""
+        assert self.labels is not None
+        ranges = [(max(begin, int(self.causal)), end) for begin, end in self.emitted()]
+        spans = self.index([(a - first, b - first) for (a, b), first in zip(ranges, self.first, strict=True)])
+        column = torch.arange(self.labels.shape[1], device=self.labels.device)
+        inside = (column >= spans[:, :1]) & (column < spans[:, 1:])
+        return (inside & (self.labels != IGNORE)).sum()
+
+    # --- where outputs go, and the state after the call ----------------------------------------------------------
+
+    def emitted(self) -> list[tuple[int, int]]:
+        """For each row the range of tokens whose outputs this call returns."""
+        if self.causal:
+            return list(zip(self.read, self.lengths, strict=True))
+        ranges = []
+        for first, windows in zip(self.first, self.schedules, strict=True):
+            reached = first + (self.overlap + 1) // 2 if first else 0
+            ranges.append((windows[0].score_from, windows[-1].score_to) if windows else (reached, reached))
+        return ranges
+
+    def output_columns(self, columns: Tensor | None) -> Tensor:
+        """The output column of each packed column, [B, M]; -1 for none.
+
+        Args:
+            columns: for each input column its output column or -1. None packs a row's outputs from column 0 on, as a
+                streaming encoder must, whose outputs may belong to tokens of earlier calls.
+        """
+        batch, width = self.tokens.shape
+        targets = torch.full((batch, width), -1)
+        for row, (begin, end) in enumerate(self.emitted()):
+            inside = slice(begin - self.first[row], end - self.first[row])
+            if columns is None:
+                targets[row, inside] = torch.arange(end - begin)
+            else:
+                source = torch.arange(end - begin) if self.source is None else self.source[row, : end - begin]
+                targets[row, inside] = columns[source]
+        return targets
+
+    def final_state(self, memory: dict[str, Tensor], summary: Tensor | None = None) -> State:
+        """The state of the documents after this call."""
+        starts, started = [], self.initial_state.started.tolist()
+        for row, windows in enumerate(self.schedules):
+            starts.append(self.first[row])
+            for window in windows:
+                if self.is_finished(row, window):
+                    starts[row] = min(window.start + self.capacities[row] - self.overlap, self.lengths[row])
+                    started[row] = self.use_state
+        pending = [length - start for length, start in zip(self.lengths, starts, strict=True)]
+        columns = torch.arange(max(pending)) + torch.tensor(starts)[:, None] - torch.tensor(self.first)[:, None]
+        columns = self.index(columns.clamp(max=self.tokens.shape[1] - 1))
+        return dataclasses.replace(
+            self.initial_state,
+            memory=memory,
+            started=torch.tensor(started),
+            tokens=self.tokens.gather(1, columns),
+            pending=torch.tensor(pending),
+            read=torch.tensor(self.lengths),
+            labels=self.labels.gather(1, columns) if self.labels is not None and not self.causal else None,
+            summary=summary,
+            ended=self.closing or (self.final and not self.causal),
+        )

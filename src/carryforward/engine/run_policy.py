@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the windows of one call run: decided once, before the first window."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from . import bptt
+from .window_model import WindowModel
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunPolicy:
+    """How the windows of one call run.
+
+    Attributes:
+        modules, weights: all of the model's.
+        sharded: FSDP gathers weights window by window. Gradients must then reach it through the plain graph, and all
+            ranks must run as many windows.
+        keep_graph: autograd keeps the graph of all windows; nothing is recomputed.
+        capture: windows may run as captured CUDA graphs.
+        training: a module is in training mode: windows may draw random numbers.
+    """
+
+    modules: list[nn.Module]
+    weights: list[nn.Parameter]
+    sharded: bool
+    keep_graph: bool
+    capture: bool
+    training: bool
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        return [weight for weight in self.weights if weight.requires_grad]
+
+
+def decide(model: WindowModel, *, capturable: bool) -> RunPolicy:
+    """The policy of a call.
+
+    Args:
+        capturable: what windows give out can be captured: a loss, or outputs of a fixed shape.
+    """
+    modules = list(model.modules())
+    weights = _unique_weights(modules)
+    grad, keep_graph = torch.is_grad_enabled(), model.config.recurrence.keep_graph
+    sharded = _is_sharded(modules, warn=grad and not keep_graph)
+    trainable = [weight for weight in weights if weight.requires_grad]
+    keep_graph = grad and (keep_graph or sharded or bptt.has_gradient_hooks(trainable))
+    # saved_tensors_hooks cannot see inside a CUDA graph: do not capture while one is active.
+    hooked = grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return RunPolicy(
+        modules=modules,
+        weights=weights,
+        sharded=sharded,
+        keep_graph=keep_graph,
+        capture=capturable and not sharded and not keep_graph and not hooked,
+        training=any(module.training for module in modules),
+    )
+
+
+def _unique_weights(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    weights = {weight: None for module in modules for weight in module._parameters.values() if weight is not None}
+    return list(weights)
+
+
+def _is_sharded(modules: Sequence[nn.Module], warn: bool) -> bool:
+    """Whether FSDP shards the weights."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in modules)
+    if sharded and warn:
+        logger.warning_once(
+            "The weights are sharded (FSDP): the graph of all windows is kept instead of recomputing them, and memory "
+            "grows with their number."
+        )
+    return sharded

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a memory: what passes from each window to the next.
+
+A kind of memory is one file of this package with two classes, and one row of `kinds.MEMORY_KINDS`:
+
+- a `MemoryConfig`: its own settings, how much room it needs, its cost, and how windows depend on each other through it;
+- a `Memory`: the module that says what a window receives (`read`) and what it passes on (`write`).
+
+`Memory` covers what is inserted into the layers of the base model: vectors, or keys and values (`HookContext`), and
+what can be computed from the layers' outputs, keys and values (`WindowRecord`). A model can have several memories side
+by side; `collection.Memories` holds them and joins their states.
+
+Shapes: B rows, T positions of a window, L layers, k hidden size.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ..backbones.architectures import Architecture, architecture_of
+from ..backbones.attention import KV
+from ..backbones.hooks import HookContext
+from ..windows import Span
+
+# Re-rotates keys [B, L, heads, n, d] as if they stood a distance further back: one for all rows, or one a row, [B, 1].
+Rerotate = Callable[[Tensor, int | Tensor], Tensor]
+
+
+class Dependency(enum.IntEnum):
+    """What a window needs of the window before it, from the least to the most."""
+
+    NONE = 0  # nothing: windows can run in any order, side by side
+    SAME_LAYER_KV = 1  # layer l needs layer l's keys and values: all windows can pass a layer together
+    SAME_LAYER_OUTPUT = 2  # layer l needs layer l's output: windows can run along diagonals of layer and window
+    LAST_LAYER = 3  # some layer needs a later one: windows run one after the other
+
+
+@dataclass(frozen=True)
+class WindowSize:
+    """The sizes that a memory's settings must fit.
+
+    Attributes:
+        window: tokens of a window, special tokens included.
+        capacity: document tokens of a window.
+        overlap: document tokens that consecutive windows share.
+    """
+
+    window: int
+    capacity: int
+    overlap: int
+
+
+@dataclass(frozen=True)
+class WindowCost:
+    """What the FLOPs of a memory in one window depend on.
+
+    Attributes:
+        base: the base model's config.
+        window: tokens of a window.
+        pooled: document tokens that are pooled.
+        queries: for each layer, how many queries attend: the window's, and those of inserted vectors.
+        projections: for each layer, the weights of its attention module.
+    """
+
+    base: PreTrainedConfig
+    window: int
+    pooled: int
+    queries: Sequence[int]
+    projections: Sequence[int]
+
+    @property
+    def attention_width(self) -> int:
+        """Attention heads times their size, which need not be the hidden size."""
+        _, size = architecture_of(self.base).kv_heads(self.base)
+        return self.base.num_attention_heads * size
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The settings of one kind of memory. Subclasses are frozen dataclasses with their own fields."""
+
+    kind: ClassVar[str]
+    dependency: ClassVar[Dependency]
+
+    def resolve(self, size: WindowSize) -> Self:
+        """The same settings with defaults that depend on the window filled in."""
+        return self
+
+    def min_capacity(self, overlap: int, trained_overlap: int) -> int:
+        """Document tokens that a window needs at least when read at an overlap, so that there is enough to carry."""
+        return overlap + 1
+
+    def default_window(self, usable: int) -> int:
+        """The default window of a model that has `usable` positions."""
+        raise NotImplementedError
+
+    @property
+    def extra_positions(self) -> int:
+        """Positions of the base model that it takes beside those of the window."""
+        return 0
+
+    def check_base(self, base: PreTrainedConfig) -> None:
+        """Raise a ValueError if the base model cannot have this memory."""
+
+    def state_shape(self, base: PreTrainedConfig, architecture: Architecture) -> tuple[int, ...]:
+        """The shape of one row's state."""
+        raise NotImplementedError
+
+    def extra_queries(self, num_layers: int) -> list[int]:
+        """For each layer, the queries that it adds to the window's."""
+        return [0] * num_layers
+
+    def flops(self, cost: WindowCost) -> float:
+        """Operations that it adds to a window that receives a state and passes one on."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """A few words for people: what is carried."""
+        raise NotImplementedError
+
+    def usage_note(self) -> str:
+        """One sentence for people: what to expect of it."""
+        raise NotImplementedError
+
+    def build(self, base: PreTrainedConfig, architecture: Architecture, window: int) -> "Memory":
+        """The module."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with the kind."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"kind": self.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}}
+
+    def _require(self, name: str, valid: bool, accepted: str) -> None:
+        if not valid:
+            raise ValueError(f"{type(self).__name__}: {name}={getattr(self, name)!r} must be {accepted}.")
+
+
+@dataclass(frozen=True)
+class WindowRecord:
+    """What a window's forward pass leaves for memories to write from.
+
+    Attributes:
+        layer_outputs: the outputs of layers 1 to L, each [B, T, k].
+        window_kv: the keys and values of layers 1 to L, if a memory records them.
+        rerotate: re-rotates rotary keys.
+        prefix_lengths: [B, 1] where rows have prefixes of their own.
+    """
+
+    layer_outputs: Sequence[Tensor]
+    window_kv: Sequence[KV]
+    rerotate: Rerotate
+    prefix_lengths: Tensor | None = None
+
+    def start(self, span: Span, device: torch.device) -> int | Tensor:
+        """The first document position of the window, or each row's, [B, 1]."""
+        if span.start is not None:
+            return span.start
+        assert self.prefix_lengths is not None, "the span leaves its start to each row's prefix"
+        return self.prefix_lengths.to(device)
+
+
+class Memory(nn.Module):
+    """One kind of memory of a model. Its state has the shape [B, *shape].
+
+    Attributes:
+        shape: of one row's state.
+        records_kv: whether `write` needs the window's keys and values.
+        uses_previous: whether `write` needs the state that the window received.
+        token_width: numbers to remember of each token in generation, where a window is read token by token.
+    """
+
+    records_kv: ClassVar[bool] = False
+    uses_previous: ClassVar[bool] = False
+
+    def __init__(self, shape: tuple[int, ...], token_width: int = 0):
+        super().__init__()
+        self.shape = shape
+        self.token_width = token_width
+
+    @property
+    def ready(self) -> bool:
+        """Whether a model can read the state at all."""
+        return True
+
+    def layers(self) -> tuple[int, ...]:
+        """The layers that receive something, counted from 1."""
+        raise NotImplementedError
+
+    def read(self, state: Tensor, context: HookContext) -> None:
+        """Add what a window receives to the hooks' context."""
+        raise NotImplementedError
+
+    def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:
+        """Where learned positions of a window with a state are, if they differ from `positions` [1 or B, T]."""
+        return None
+
+    def write(self, record: WindowRecord, span: Span, previous: Tensor | None) -> Tensor:
+        """The state that a window passes on.
+
+        Args:
+            span: the positions it is made of, and where the next window starts.
+            previous: the state that the window received, if any.
+        """
+        raise NotImplementedError
+
+    def token_features(self, layer_outputs: Sequence[Tensor]) -> Tensor:
+        """What `write_tokens` needs of each token, [B, n, token_width], from the outputs of all layers."""
+        raise NotImplementedError
+
+    def write_tokens(self, features: Tensor, record: WindowRecord, span: Span, previous: Tensor | None) -> Tensor:
+        """As `write`, for a window that was read token by token: from the features of its tokens, [B, T, token_width].
+
+        The record has no layer outputs.
+        """
+        raise NotImplementedError

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of memory, by name.
+
+A new kind is a file of this package and a row of `MEMORY_KINDS`. `add_recurrence(memory="NAME")` and `carryforward
+train --memory NAME` then know it. Command-line flags for its fields go into `settings.RecurrentSettings`, its config
+into `carryforward.__init__` to make it public.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from .base import MemoryConfig
+from .kv import KVMemoryConfig
+from .vector import VectorMemoryConfig
+
+MEMORY_KINDS: dict[str, type[MemoryConfig]] = {config.kind: config for config in (VectorMemoryConfig, KVMemoryConfig)}
+
+MemoryChoice = str | MemoryConfig | dict[str, Any] | Sequence[str | MemoryConfig | dict[str, Any]]
+
+
+def parse_memory(memory: MemoryChoice) -> tuple[MemoryConfig, ...]:
+    """Memory configs from names of kinds, configs or dictionaries, one or several, in the order of `MEMORY_KINDS`."""
+    choices = [memory] if isinstance(memory, str | MemoryConfig | dict) else memory
+    if not isinstance(choices, Sequence):
+        raise ValueError(f"memory={memory!r} must be one of {_names()}, a memory config, or a list of these.")
+    configs = [_parse_one(choice) for choice in choices]
+    if not configs:
+        raise ValueError(f"memory={memory!r} is empty: give at least one of {_names()}.")
+    if len({config.kind for config in configs}) < len(configs):
+        raise ValueError(f"memory={memory!r} names a kind twice: give each kind once.")
+    return tuple(sorted(configs, key=lambda config: [*MEMORY_KINDS].index(config.kind)))
+
+
+def _parse_one(choice: Any) -> MemoryConfig:
+    if isinstance(choice, MemoryConfig):
+        return choice
+    values = {"kind": choice} if isinstance(choice, str) else dict(choice)
+    kind = values.pop("kind", None)
+    if kind not in MEMORY_KINDS:
+        raise ValueError(f"memory={kind!r}: the kinds of memory are {_names()}.")
+    return MEMORY_KINDS[kind](**check_fields(MEMORY_KINDS[kind], values))
+
+
+def check_fields(config: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Refuse field names that a config dataclass does not have, with the nearest one that it has."""
+    known = [field.name for field in dataclasses.fields(config)]
+    for name in values:
+        if name not in known:
+            raise ValueError(
+                f"{config.__name__} has no field {name!r}.{_hint(name, known)} Its fields are: {', '.join(known)}."
+            )
+    return values
+
+
+def _hint(name: str, known: list[str]) -> str:
+    owners = [kind for kind in MEMORY_KINDS.values() if name in {field.name for field in dataclasses.fields(kind)}]
+    owner = owners[0] if owners else None
+    if owner is not None:
+        return f" It is a field of {owner.__name__}: give memory={owner.__name__}({name}=...)."
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _names() -> str:
+    return ", ".join(map(repr, MEMORY_KINDS))

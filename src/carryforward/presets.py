@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets, and the limits of defaults: one place for all."""
+
+PRESET_MEMORIES = {"recommended": ("kv",), "paper": ("vector",)}  # the memory of each preset
+PAPER_WINDOW = 300  # tokens of a window in the paper's language models
+PAPER_QA_WINDOW = 512  # and in its question answering, if the model has so many positions
+MAX_DEFAULT_WINDOW = 1024  # a default window is no longer, however many positions a model has
+DEFAULT_SINKS = 4  # attention sinks of the memory "kv"

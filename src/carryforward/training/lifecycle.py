@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that all training jobs share: check a model that is already recurrent, train until done or stopped, save."""
+
+import dataclasses
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..config import RecurrentModelConfig
+from ..models.add_recurrence import recurrence_of
+from ..settings import QuestionSettings, RecurrentSettings, TrainSettings
+from ..utils import checkpoints, console
+from ..utils.files import atomic_folder
+from ..utils.provenance import provenance
+from .base_trainer import BaseTrainer
+from .callbacks import GracefulStopCallback
+from .run_folder import RunFolder
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was stopped from outside; everything up to here is saved."""
+
+
+_TRAINING_FIELDS = ("bptt_windows", "keep_windows")  # how a recurrence is trained, not what it is
+
+
+def check_same_recurrence(config: RecurrentModelConfig, settings: RecurrentSettings) -> None:
+    """Refuse settings of a recurrence that differs from the model's own."""
+    own, fields = config.recurrence, settings.recurrence_fields()
+    if fields.pop("preset") != RecurrentSettings.preset:
+        raise ValueError(f"{settings.model} is recurrent already. Leave --preset out.")
+    pairs = [(name, getattr(own, name), value) for name, value in fields.items() if name != "memory"]
+    memories, kinds = fields.get("memory", ()), [memory.kind for memory in own.memories]
+    others = settings.memory is not None and {*settings.memory} != {*kinds}
+    if others or any(options["kind"] not in kinds for options in memories):
+        raise ValueError(
+            f"{settings.model} is recurrent already, with the memory {' '.join(kinds)}. Leave out --memory and options "
+            "of other memories."
+        )
+    for options in memories:
+        memory = own.find(options["kind"])
+        pairs += [(name, getattr(memory, name), value) for name, value in options.items()]
+    differing = [f"{name}={ours}" for name, ours, value in pairs if name not in _TRAINING_FIELDS and ours != value]
+    if differing:
+        raise ValueError(f"{settings.model} is recurrent already, with {', '.join(differing)}. Leave these out.")
+
+
+def recurrence_arguments(
+    settings: RecurrentSettings, base: PreTrainedConfig, *, question_answering: bool = False
+) -> dict[str, Any]:
+    """The arguments of `add_recurrence` that settings ask for. Without recurrence only the window matters: the model
+    gets the paper's memory, which is neither read nor trained."""
+    fields = settings.recurrence_fields()
+    recurrence = recurrence_of(base, question_answering=question_answering, **fields)
+    if not settings.recurrence:
+        return {**fields, "preset": "paper", "window": recurrence.window}
+    return {**fields, "window": recurrence.window}
+
+
+def describe_memory(config: RecurrentModelConfig) -> None:
+    """Tell the user what passes from a window to the next, and what to expect of it."""
+    console.note(f"windows of {config.recurrence.window} tokens")
+    for memory in config.recurrence.memories:
+        console.note(f"memory: {memory.describe()}. {memory.usage_note()}")
+
+
+def apply_training_fields(config: RecurrentModelConfig, settings: RecurrentSettings) -> None:
+    """Set the fields of a recurrent model's config that decide how it is trained; refuse to change the others."""
+    check_same_recurrence(config, settings)
+    fields = {name: value for name, value in settings.recurrence_fields().items() if name in _TRAINING_FIELDS}
+    config.recurrence = dataclasses.replace(config.recurrence, **fields)
+
+
+def shared_training_arguments(
+    settings: TrainSettings | QuestionSettings, out: Path, report_to: str, use_cpu: bool
+) -> dict[str, Any]:
+    """Arguments of Hugging Face's `TrainingArguments` that all training jobs set."""
+    return {
+        "output_dir": str(out),
+        "use_state": settings.recurrence,
+        "num_train_epochs": settings.epochs,
+        "per_device_train_batch_size": settings.batch_size,
+        "per_device_eval_batch_size": settings.batch_size,
+        "gradient_accumulation_steps": settings.accumulate,
+        "max_grad_norm": settings.max_grad_norm,
+        "bf16": settings.bf16,
+        "seed": settings.seed,
+        "report_to": report_to,
+        "use_cpu": use_cpu,
+    }
+
+
+def train_until_done(trainer: BaseTrainer, run: RunFolder, stop: GracefulStopCallback) -> None:
+    """Train until the end or a signal, from the newest complete checkpoint if there is one."""
+    trainer.add_callback(stop)
+    saved = checkpoints.list_checkpoints(Path(trainer.args.output_dir))
+    complete = [path for path in saved if checkpoints.is_complete(path)]
+    if complete and run.writes:
+        console.note(f"resuming from {complete[-1]}")
+    started = time.monotonic()
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    finally:
+        # the total, with learning-rate searches and earlier parts of the run
+        run.record["seconds"] = run.record.get("seconds", 0.0) + time.monotonic() - started
+        run.write()
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)  # close the bar on errors
+    if stop.stopped or stop.requested:
+        step = trainer.state.global_step
+        raise Interrupted(f"stopped at step {step} and saved in {run.folder}. To resume, run the same command again.")
+
+
+def save_run(
+    trainer: BaseTrainer, run: RunFolder, model: Any, tokenizer: Any, outcome: dict[str, Any]
+) -> dict[str, Any]:
+    """Save the model and finish the run's record, with `outcome` as the entries of this kind of job. Returns it."""
+    if run.writes:
+        with atomic_folder(run.folder) as beside:
+            model.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
+    steps = {"steps": trainer.state.global_step, "best_step": trainer.state.best_global_step}
+    run.finish({**provenance(str(trainer.args.device)), **steps, **outcome})
+    trainer.accelerator.wait_for_everyone()
+    return run.record
+
+
+def release_memory() -> None:
+    """Free what a model leaves behind: reference cycles, and compiled code, whose cache has a size limit."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.compiler.reset()

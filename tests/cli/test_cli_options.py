@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options, help, config files and exit codes of the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.commands import fail, into_a_closed_pipe, succeed
+from helpers.training_runs import evaluation
+from typer.main import get_command
+
+import carryforward
+from carryforward.cli.main import app, main
+
+
+def find(command):
+    """A command by its words; a group for none or some of them."""
+    found = get_command(app)
+    for name in command.split():
+        found = found.commands[name]
+    return found
+
+
+COMMANDS = [
+    "",
+    "qa",
+    *(name for name in find("").commands if name != "qa"),
+    *(f"qa {name}" for name in find("qa").commands),
+]
+
+
+def test_the_version():
+    assert succeed("--version").out.strip() == carryforward.__version__
+
+
+# --- help ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy():
+    """Of all commands, in one process."""
+    code = (
+        "import sys; from carryforward.cli.main import main\n"
+        f"for command in {[command.split() for command in COMMANDS]}:\n"
+        "    try: main([*command, '--help'])\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage: carryforward") == len(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_fits_the_terminal(command, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = succeed(*command.split(), "--help").out
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text, "an option's name is cut off"
+
+
+@pytest.mark.parametrize("command", ["train", "qa train"])
+def test_the_main_panels_of_training_are_short(command):
+    panels = {param.opts[0]: param.rich_help_panel or "" for param in find(command).params}
+    basic = {name for name, panel in panels.items() if not panel.startswith("Advanced: ")}
+    assert {"--model", "--data", "--out", "--epochs", "--learning-rate", "--batch-size", "--config"} <= basic
+    assert len(basic) <= 12
+
+
+def test_help_shows_a_flag_once_and_both_forms_are_accepted(home):
+    text = succeed("train", "--help").out
+    assert "--no-validation" in text
+    assert "--validation " not in text
+    assert "--bf16" in text
+    assert "--no-bf16" not in text
+    data = ["--model", home / "model", "--data", "none"]
+    for flags in (["--bf16", "--no-bf16"], ["--validation", "--no-validation"]):
+        assert "No such option" not in fail("train", *data, *flags, "--out", home / "none", code=2)
+
+
+# --- values --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "overlaps"),
+    [
+        (["--overlap", "0", "5", "10"], [0, 5, 10]),
+        (["--overlap", "0", "--overlap", "5"], [0, 5]),
+        (["--overlap=0", "5"], [0, 5]),
+        (["--overlap=0", "--overlap=5"], [0, 5]),
+        ([], [0]),
+    ],
+)
+def test_an_option_takes_several_numbers(home, given, overlaps):
+    for arguments in (
+        ["--model", home / "model", "--window", 16, *given],
+        [*given, "--window=16", f"--model={home / 'model'}"],
+    ):
+        rows = json.loads(succeed("flops", "--json", *arguments).out)
+        assert [row["overlap"] for row in rows] == overlaps
+
+
+def test_numbers_end_where_the_models_begin(trained, home):
+    results = json.loads(succeed("evaluate", "--overlap", 0, 3, trained, "--data", home / "texts", "--json").out)
+    assert [row["overlap"] for row in results[0]["rows"]] == [0, 3, 0, 3]
+    assert [row["untrained_overlap"] for row in results[0]["rows"]] == [False, True, False, True]
+
+
+def test_negative_numbers_are_values_not_options(trained, home):
+    assert "overlap=-1 must be at least 0" in fail(*evaluation(trained, home, "--overlap", -1), code=2)
+    assert "overlap=-1 must be at least 0" in fail(*evaluation(trained, home, "--overlap=0", -1), code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data"], "Option '--data' requires an argument"),
+        (["--data", "x", "--overlap", "many"], "Invalid value for '--overlap'"),
+        (["--data", "x", "--frobnicate"], "No such option"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments, message):
+    assert message in fail("evaluate", "model", *arguments, code=2)
+    assert "No such command 'frobnicate'" in fail("frobnicate", code=2)
+
+
+# --- config files ----------------------------------------------------------------------------------------------------
+
+
+def test_a_config_file_with_flags_on_top(trained, home, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"data: {home / 'texts'}\nsplit: validation\noverlap: [0, 2]\nbatch-size: 3\njson: true\n")
+    (result,) = json.loads(succeed("evaluate", trained, "--config", config, "--overlap", 5, "--no-control").out)
+    assert result["data"]["split"] == "validation"
+    assert result["settings"]["batch_size"] == 3
+    assert [row["overlap"] for row in result["rows"]] == [5], "the flag wins"
+    config.write_text(f"models: {trained}\ndata: {home / 'texts'}\noverlap: 2\ncontrol: no\n")
+    assert "| 2\\* |" in succeed("evaluate", "--config", config).out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("data: x\nbatchsize: 3", "'batchsize' is not a setting of this command. It has: "),
+        ("data: x\nconfig: other.yaml", "'config' is not a setting"),
+        ("data: x\nbatch_size: many", "Invalid value for '--batch-size'"),
+        ("data: [x, y]", "data must be a single value, not ['x', 'y']"),
+        ("data: {x: y}", "data must be a single value, not {'x': 'y'}"),
+        ("- data", "must hold `name: value` lines"),
+        ("data: x: y", "cannot be read"),
+    ],
+)
+def test_a_wrong_config_file_is_refused_by_name(tmp_path, content, message):
+    config = tmp_path / "c.yaml"
+    config.write_text(content)
+    assert message in fail("evaluate", "model", "--config", config, code=2)
+
+
+def test_a_missing_config_file(tmp_path):
+    assert "No such file" in fail("train", "--config", tmp_path / "none.yaml", code=2)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_has_enough(home):
+    """`carryforward flops ... | head -1`: no message, no traceback."""
+    into_a_closed_pipe("flops", "--model", home / "model", "--window", 16)
+
+
+def test_a_bug_is_not_hidden(home, monkeypatch):
+    monkeypatch.setattr("carryforward.evaluation.report.flops_table", lambda rows: rows["nothing"])
+    with pytest.raises(TypeError):
+        main(["flops", "--model", str(home / "model"), "--window", "16"])
+
+
+def test_debugging_shows_where_an_error_comes_from(monkeypatch):
+    monkeypatch.setenv("CARRYFORWARD_DEBUG", "1")
+    with pytest.raises(ValueError, match="does not exist"):
+        main(["report", str(Path("none.json"))])
