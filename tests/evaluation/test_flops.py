@@ -27,7 +27,7 @@ def test_the_papers_memory_costs_little():
     recurrent = flops_per_token(GPT2Config(), recurrence=cf.RecurrenceConfig(window=300, memory="vector"))
     assert plain.recurrence == 0
     assert recurrent.base == plain.base
-    assert 0 < recurrent.memory < 0.001 * recurrent.base
+    assert 0 < recurrent.recurrence < 0.001 * recurrent.base
     assert recurrent.vocabulary == 2 * 768 * 50257
 
 
