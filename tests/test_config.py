@@ -313,3 +313,20 @@ def test_question_answering_is_recommended_with_keys_and_values_too():
     both = recurrence_of(hf.BertConfig(), memory=["vector", "kv"], question_answering=True)
     assert both.window == 300
     assert both.find("vector") == VECTOR(pooled_layers="last", hidden_sizes=(768,))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: cf.VectorMemoryConfig(poolin="max"),
+            "VectorMemoryConfig has no field 'poolin'. Did you mean 'pooling'",
+        ),
+        (lambda: cf.KVMemoryConfig(kept=3), "KVMemoryConfig has no field 'kept'. Its fields are: recent, sinks"),
+        (lambda: cf.RecurrenceConfig(memory=[5]), "memory=5 must be one of 'vector', 'kv'"),
+        (lambda: cf.RecurrenceConfig(memory=[["kv"]]), r"memory=\['kv'\] must be one of"),
+    ],
+)
+def test_misspelt_memories_are_refused_in_a_sentence(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

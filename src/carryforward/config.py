@@ -15,8 +15,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from . import windows
 from .backbones.architectures import Architecture, architecture_of
-from .memories.base import Dependency, MemoryConfig, WindowSize
-from .memories.kinds import MemoryChoice, check_fields, parse_memory
+from .memories.base import Dependency, MemoryConfig, WindowSize, check_fields
+from .memories.kinds import MemoryChoice, owner_hint, parse_memory
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class RecurrenceConfig:
     offload_states: bool = False
 
     def __new__(cls, *args: Any, **values: Any) -> "RecurrenceConfig":
-        check_fields(cls, values)  # a dataclass would raise a TypeError that does not name the known fields
+        check_fields(cls, values, owner_hint)  # a dataclass would raise a TypeError without the known fields
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -299,3 +299,27 @@ def test_models_with_a_further_kind_are_saved_and_loaded(averaging, tmp_path):
     assert loaded.memory.average.decay == averaging.memory.average.decay
     ids = tiny.documents(2, 30)
     assert loaded(ids).logits.equal(averaging(ids).logits)
+
+
+def test_memories_in_another_precision_than_the_base_model():
+    """Training the memory's weights in float32 above a bfloat16 model: states have the precision of these weights."""
+    model = cf.add_recurrence(tiny.base("gpt2").to(torch.bfloat16), window=8, memory="vector")
+    for parameter in model.memory.parameters():
+        parameter.data = parameter.data.float()
+    ids, mask = tiny.documents(2, 20), torch.ones(2, 20)
+    mask[1, 9:] = 0
+    out = model(ids, attention_mask=mask, labels=ids)
+    out.loss.backward()
+    assert out.state.memory["vector"].dtype == torch.float32
+    assert model.eval().generate(ids, max_new_tokens=12, pad_token_id=0, eos_token_id=None).shape == (2, 32)
+
+
+def test_two_memories_in_one_layer_stand_side_by_side():
+    context = HookContext()
+    for i in (1.0, 2.0):
+        context.add_slots(2, torch.full((1, 1, 4), i))
+        context.add_past_kv(1, (torch.full((1, 1, 3, 2), i), torch.full((1, 1, 3, 2), -i)))
+    assert context.slots[2][0, :, 0].tolist() == [1, 2]
+    keys, values = context.past_kv[1]
+    assert keys[0, 0, :, 0].tolist() == [1, 1, 1, 2, 2, 2]
+    assert values.equal(-keys)

@@ -203,3 +203,9 @@ def test_measured_offsets_are_saved(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not needs_position_offsets(loaded)
     assert loaded.memory.kv.position_offsets.equal(model.memory.kv.position_offsets)
+
+
+@pytest.mark.parametrize("documents", ["a single text", (text for text in ["a generator"])])
+def test_documents_that_are_no_list_are_refused(documents):
+    with pytest.raises(ValueError, match="documents is a (str|generator): give a list of texts or of token ids"):
+        cf.add_recurrence(tiny.base("gpt2"), window=8, documents=documents)

@@ -53,7 +53,7 @@ def test_an_overlap_that_leaves_too_little_to_carry_is_refused():
 def test_states_of_other_memories_are_refused(other):
     state = tiny.recurrent("llama", recent=4).advance_state(tiny.documents(1, 20))
     with pytest.raises(
-        ValueError, match=r"another model or overlap: .*kv 3x2x1x4x8 .*the 4 most recent.*This call reads"
+        ValueError, match=r"another model or overlap: .*kv 3x2x1x4x8 \(0 sinks \+ 4 recent\).*This call reads"
     ):
         tiny.recurrent("llama", **other)(tiny.documents(1, 20), state=state)
 

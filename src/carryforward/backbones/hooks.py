@@ -56,6 +56,18 @@ class HookContext:
         self.window_kv: dict[int, KV] = {}
         self.attention_to_state: dict[int, Tensor] = {}
 
+    def add_slots(self, layer: int, vectors: Tensor) -> None:
+        """Insert vectors [B, S, k] into a layer, after those of other memories."""
+        others = self.slots.get(layer)
+        self.slots[layer] = vectors if others is None else torch.cat([others, vectors], dim=1)
+
+    def add_past_kv(self, layer: int, kv: KV) -> None:
+        """Let a layer attend to keys and values, after those of other memories."""
+        others = self.past_kv.get(layer)
+        if others is not None:
+            kv = torch.cat([others[0], kv[0]], dim=2), torch.cat([others[1], kv[1]], dim=2)
+        self.past_kv[layer] = kv
+
     def take_layer_outputs(self) -> list[Tensor]:
         """The outputs of layers 1 to L, once. Layers that run again in the backward pass record nothing."""
         assert self.layer_outputs is not None, "layer outputs were taken before"

@@ -13,6 +13,7 @@ by side; `collection.Memories` holds them and joins their states.
 Shapes: B rows, T positions of a window, L layers, k hidden size.
 """
 
+import difflib
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -80,12 +81,30 @@ class WindowCost:
         return self.base.num_attention_heads * size
 
 
+def check_fields(config: type, values: dict[str, Any], hint: Callable[[str], str] | None = None) -> None:
+    """Refuse field names that a config dataclass does not have, with the nearest one that it has.
+
+    Args:
+        hint: gives better advice for an unknown name, or an empty string.
+    """
+    known = [field.name for field in fields(config)]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = (hint(name) if hint else "") or (f" Did you mean {close[0]!r}?" if close else "")
+            raise ValueError(f"{config.__name__} has no field {name!r}.{advice} Its fields are: {', '.join(known)}.")
+
+
 @dataclass(frozen=True)
 class MemoryConfig:
     """The settings of one kind of memory. Subclasses are frozen dataclasses with their own fields."""
 
     kind: ClassVar[str]
     dependency: ClassVar[Dependency]
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        check_fields(cls, values)  # a dataclass would raise a TypeError that does not name the known fields
+        return super().__new__(cls)
 
     def resolve(self, size: WindowSize) -> Self:
         """The same settings with defaults that depend on the window filled in."""
@@ -118,6 +137,10 @@ class MemoryConfig:
     def flops(self, cost: WindowCost) -> float:
         """Operations that it adds to a window that receives a state and passes one on."""
         raise NotImplementedError
+
+    def signature(self) -> str:
+        """What a state must have in common with the memory it is given to, beside its shape."""
+        return ""
 
     def describe(self) -> str:
         """A few words for people: what is carried."""
@@ -182,6 +205,13 @@ class Memory(nn.Module):
         super().__init__()
         self.shape = shape
         self.token_width = token_width
+        self.register_buffer("_like", torch.empty(0), persistent=False)
+        self._like: Tensor
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the device and precision of the state: an empty buffer, or a weight of the memory's own."""
+        return self._like
 
     @property
     def ready(self) -> bool:

@@ -30,9 +30,11 @@ class Memories(nn.Module):
         self.kinds = [config.kind for config in configs]
         for config in configs:
             self.add_module(config.kind, config.build(base, architecture, window))
-        # Empty: the device and precision of states follow the module, whatever parameters it has.
-        self.register_buffer("like", torch.empty(0), persistent=False)
-        self.like: Tensor
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the device and precision of states: that of the first memory."""
+        return next(iter(self)).like
 
     def __iter__(self) -> Iterator[Memory]:
         return (getattr(self, kind) for kind in self.kinds)

@@ -7,11 +7,10 @@ into `carryforward.__init__` to make it public.
 """
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from .base import MemoryConfig
+from .base import MemoryConfig, check_fields
 from .kv import KVMemoryConfig
 from .vector import VectorMemoryConfig
 
@@ -36,31 +35,22 @@ def parse_memory(memory: MemoryChoice) -> tuple[MemoryConfig, ...]:
 def _parse_one(choice: Any) -> MemoryConfig:
     if isinstance(choice, MemoryConfig):
         return choice
+    if not isinstance(choice, str | dict):
+        raise ValueError(f"memory={choice!r} must be one of {_names()}, a memory config, or a dictionary.")
     values = {"kind": choice} if isinstance(choice, str) else dict(choice)
     kind = values.pop("kind", None)
     if kind not in MEMORY_KINDS:
         raise ValueError(f"memory={kind!r}: the kinds of memory are {_names()}.")
-    return MEMORY_KINDS[kind](**check_fields(MEMORY_KINDS[kind], values))
+    check_fields(MEMORY_KINDS[kind], values, owner_hint)
+    return MEMORY_KINDS[kind](**values)
 
 
-def check_fields(config: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Refuse field names that a config dataclass does not have, with the nearest one that it has."""
-    known = [field.name for field in dataclasses.fields(config)]
-    for name in values:
-        if name not in known:
-            raise ValueError(
-                f"{config.__name__} has no field {name!r}.{_hint(name, known)} Its fields are: {', '.join(known)}."
-            )
-    return values
-
-
-def _hint(name: str, known: list[str]) -> str:
-    owners = [kind for kind in MEMORY_KINDS.values() if name in {field.name for field in dataclasses.fields(kind)}]
-    owner = owners[0] if owners else None
-    if owner is not None:
-        return f" It is a field of {owner.__name__}: give memory={owner.__name__}({name}=...)."
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def owner_hint(name: str) -> str:
+    """Advice for a field of a memory config that was given elsewhere."""
+    for config in MEMORY_KINDS.values():
+        if name in {field.name for field in dataclasses.fields(config)}:
+            return f" It is a field of {config.__name__}: give memory={config.__name__}({name}=...)."
+    return ""
 
 
 def _names() -> str:

@@ -96,6 +96,9 @@ class KVMemoryConfig(MemoryConfig):
     def flops(self, cost: WindowCost) -> float:
         return 4 * cost.attention_width * self.carried * sum(cost.queries)  # they are attended to, nothing else
 
+    def signature(self) -> str:
+        return f" ({self.sinks} sinks + {self.recent} recent)"
+
     def describe(self) -> str:
         sinks = f" and the first {self.sinks}" if self.sinks else ""
         return f"keys and values of the {self.recent} most recent positions{sinks}"
@@ -131,9 +134,6 @@ class KVMemory(Memory):
         *sides, _, size = shape
         offsets = torch.zeros(*sides, window + self.carried, size)
         self.position_offsets = nn.Parameter(offsets) if learned_positions else None
-        # Empty: holds the state's device and precision, which a model without own weights cannot tell otherwise.
-        self.register_buffer("like", torch.empty(0), persistent=False)
-        self.like: Tensor
         self._measured = False
 
     @property
@@ -149,7 +149,8 @@ class KVMemory(Memory):
     def read(self, state: Tensor, context: HookContext) -> None:
         """Give every layer its keys and values, each [B, heads, S, d]."""
         pairs = (both.unbind(1) for both in state.unbind(1))
-        context.past_kv |= {layer: (keys, values) for layer, (keys, values) in enumerate(pairs, start=1)}
+        for layer, (keys, values) in enumerate(pairs, start=1):
+            context.add_past_kv(layer, (keys, values))
 
     def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:
         """Learned positions: the prefix keeps its own, all others move behind what is carried."""

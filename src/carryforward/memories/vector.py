@@ -183,8 +183,8 @@ class VectorMemory(Memory):
             init.zeros_(last.bias)
 
     @property
-    def _weight(self) -> Tensor:
-        """The last linear layer's weight: the state has its device and precision."""
+    def like(self) -> Tensor:
+        """The last linear layer's weight."""
         return self.networks[0][-1].weight  # type: ignore[index]
 
     @property
@@ -199,10 +199,10 @@ class VectorMemory(Memory):
         """Insert the vectors: one state for all insertion layers, or one each."""
         groups = state.shape[1]
         for i, layer in enumerate(self.insertion_layers):
-            context.slots[layer] = state[:, i if groups > 1 else 0]
+            context.add_slots(layer, state[:, i if groups > 1 else 0])
 
     def write(self, record: WindowRecord, span: Span, previous: Tensor | None) -> Tensor:
-        device = self._weight.device
+        device = self.like.device
         start = record.start(span, device)
         first = start if isinstance(start, int) else 0
         layers = [_positions(record.layer_outputs[i], first, span.stop).to(device) for i in self.pooled_layers]
@@ -210,7 +210,7 @@ class VectorMemory(Memory):
         return self.feed_forward(self.pool(layers, slots))
 
     def token_features(self, layer_outputs: Sequence[Tensor]) -> Tensor:
-        return self.mix([layer_outputs[i].to(self._weight) for i in self.pooled_layers])
+        return self.mix([layer_outputs[i].to(self.like) for i in self.pooled_layers])
 
     def write_tokens(self, features: Tensor, record: WindowRecord, span: Span, previous: Tensor | None) -> Tensor:
         return self.feed_forward(self.pool_mixed(features[:, : span.stop]))
@@ -256,13 +256,13 @@ class VectorMemory(Memory):
 
     def feed_forward(self, z: Tensor) -> Tensor:
         """h_prev, [B, G, S, k], from what was pooled, [B, S, m]."""
-        parts = z.to(self._weight.dtype).split(self._weight.shape[0], dim=-1)  # one for all networks, or one for each
+        parts = z.to(self.like.dtype).split(self.like.shape[0], dim=-1)  # one for all networks, or one for each
         inputs = parts if len(parts) > 1 else parts * len(self.networks)
         outputs = [network(x) for network, x in zip(self.networks, inputs, strict=True)]
         if self.config.residual:
             outputs = [x + out for x, out in zip(inputs, outputs, strict=True)]
         # Under autocast a network's output has lower precision; the state keeps that of the weights.
-        return torch.stack(outputs, dim=1).to(self._weight.dtype)
+        return torch.stack(outputs, dim=1).to(self.like.dtype)
 
 
 def _feed_forward(size: int, hidden_sizes: Sequence[int]) -> nn.Sequential:

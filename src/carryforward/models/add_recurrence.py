@@ -170,6 +170,8 @@ def _measure(model: RecurrentPreTrainedModel, documents: Sequence[Any] | None, t
         )
     if documents is None:
         documents = built_in_documents(model, tokenizer)
+    elif isinstance(documents, str) or not hasattr(documents, "__len__"):
+        raise ValueError(f"documents is a {type(documents).__name__}: give a list of texts or of token ids.")
     elif len(documents) and isinstance(documents[0], str):
         if tokenizer is None:
             raise ValueError("documents are texts: give tokenizer=... as well, or token ids.")

@@ -251,10 +251,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def _signature(self) -> str:
         """What a state must have in common with the model it is given to, in words for an error message."""
         base, recurrence = self.config.base_config, self.config.recurrence
-        shapes = (f"{kind} {'x'.join(map(str, memory.shape))}" for kind, memory in self.memory.items())
+        memories = (
+            f"{config.kind} {'x'.join(map(str, memory.shape))}{config.signature()}"
+            for config, memory in zip(recurrence.memories, self.memory, strict=True)
+        )
         return (
             f"{base.model_type} of {base.num_hidden_layers} layers, vocabulary {base.vocab_size}, "
-            f"{', '.join(shapes)} ({recurrence.describe()}), window {recurrence.window}"
+            f"{', '.join(memories)}, window {recurrence.window}"
         )
 
     @property
