@@ -252,8 +252,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """What a state must have in common with the model it is given to, in words for an error message."""
         base, recurrence = self.config.base_config, self.config.recurrence
         memories = (
-            f"{config.kind} {'x'.join(map(str, memory.shape))}{config.signature()}"
-            for config, memory in zip(recurrence.memories, self.memory, strict=True)
+            f"{kind} {'x'.join(map(str, memory.shape))}{recurrence.find(kind).signature()}"
+            for kind, memory in self.memory.items()
         )
         return (
             f"{base.model_type} of {base.num_hidden_layers} layers, vocabulary {base.vocab_size}, "
