@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from . import windows
 from .backbones.architectures import Architecture, architecture_of
-from .memories.base import Dependency, MemoryConfig, WindowSize, check_fields
+from .memories.base import Dependency, MemoryConfig, WindowSize, check_fields, is_int
 from .memories.kinds import MemoryChoice, owner_hint, parse_memory
 
 logger = logging.getLogger(__name__)
@@ -62,17 +62,17 @@ class RecurrenceConfig:
         for name in ("prefix", "suffix", "separator"):
             self._require(name, isinstance(getattr(self, name), list | tuple), "a list of token ids")
             object.__setattr__(self, name, tuple(getattr(self, name)))
-            self._require(name, all(_is_int(n) and n >= 0 for n in getattr(self, name)), "token ids")
-        self._require("window", _is_int(self.window) and self.window >= 1, "an integer of at least 1")
-        self._require("overlap", _is_int(self.overlap), "an integer of at least 0")
+            self._require(name, all(is_int(n) and n >= 0 for n in getattr(self, name)), "token ids")
+        self._require("window", is_int(self.window) and self.window >= 1, "an integer of at least 1")
+        self._require("overlap", is_int(self.overlap), "an integer of at least 0")
         depth = self.bptt_windows
-        self._require("bptt_windows", depth is None or (_is_int(depth) and depth >= 1), "None or at least 1")
+        self._require("bptt_windows", depth is None or (is_int(depth) and depth >= 1), "None or at least 1")
         keep = self.keep_windows
-        self._require("keep_windows", keep == "auto" or (_is_int(keep) and keep >= 0), 'a number from 0, or "auto"')
+        self._require("keep_windows", keep == "auto" or (is_int(keep) and keep >= 0), 'a number from 0, or "auto"')
         capacity = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
         size = WindowSize(self.window, capacity, self.overlap)
         object.__setattr__(self, "memory", parse_memory(self.memory))
-        object.__setattr__(self, "_memories", tuple(memory.resolve(size) for memory in parse_memory(self.memory)))
+        object.__setattr__(self, "_memories", tuple(memory.resolve(size) for memory in self.memory))  # type: ignore[union-attr]
         self.check_capacity(capacity, self.overlap)
 
     @property
@@ -212,10 +212,6 @@ class RecurrentModelConfig(PreTrainedConfig):
             output["recurrence"] = self.recurrence.to_dict()
             output["tie_word_embeddings"] = self.tie_word_embeddings  # peft looks for it here
         return output
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architecture: Architecture) -> None:

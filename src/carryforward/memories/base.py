@@ -81,6 +81,11 @@ class WindowCost:
         return self.base.num_attention_heads * size
 
 
+def is_int(value: Any) -> bool:
+    """Whether a value is an integer, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_fields(config: type, values: dict[str, Any], hint: Callable[[str], str] | None = None) -> None:
     """Refuse field names that a config dataclass does not have, with the nearest one that it has.
 

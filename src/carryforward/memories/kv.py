@@ -9,7 +9,7 @@ Shapes: B rows, L layers, heads with keys of size d, S carried positions: sinks,
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..backbones.architectures import Architecture
 from ..backbones.hooks import HookContext
 from ..presets import DEFAULT_SINKS, MAX_DEFAULT_WINDOW
 from ..windows import Span
-from .base import Dependency, Memory, MemoryConfig, WindowCost, WindowRecord, WindowSize
+from .base import Dependency, Memory, MemoryConfig, WindowCost, WindowRecord, WindowSize, is_int
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class KVMemoryConfig(MemoryConfig):
     def __post_init__(self) -> None:
         for name, least in (("recent", 1), ("sinks", 0)):
             value = getattr(self, name)
-            self._require(name, value is None or (_is_int(value) and value >= least), f"an integer from {least}")
+            self._require(name, value is None or (is_int(value) and value >= least), f"an integer from {least}")
 
     def resolve(self, size: WindowSize) -> "KVMemoryConfig":
         stride = size.capacity - size.overlap
@@ -210,7 +210,3 @@ def _select(x: Tensor, begin: int | Tensor, count: int) -> Tensor:
     if x.ndim > 4:
         return x[..., index, :].movedim(-3, 0)
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

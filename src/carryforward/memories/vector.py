@@ -21,7 +21,7 @@ from ..backbones.architectures import Architecture, architecture_of
 from ..backbones.hooks import HookContext
 from ..presets import PAPER_WINDOW
 from ..windows import Span
-from .base import Dependency, Memory, MemoryConfig, WindowCost, WindowRecord
+from .base import Dependency, Memory, MemoryConfig, WindowCost, WindowRecord, is_int
 
 Pooling = Literal["mean", "max", "attention"]
 PooledLayers = Literal["all", "last", "below"]
@@ -63,13 +63,13 @@ class VectorMemoryConfig(MemoryConfig):
         object.__setattr__(self, "hidden_sizes", tuple(self.hidden_sizes))
         if isinstance(self.insert_at, list):
             object.__setattr__(self, "insert_at", tuple(self.insert_at))
-        self._require("slots", _is_int(self.slots) and self.slots >= 1, "an integer of at least 1")
+        self._require("slots", is_int(self.slots) and self.slots >= 1, "an integer of at least 1")
         for name, choices in (("pooling", get_args(Pooling)), ("pooled_layers", get_args(PooledLayers))):
             self._require(name, getattr(self, name) in choices, "one of " + ", ".join(map(repr, choices)))
-        self._require("hidden_sizes", all(_is_int(n) and n >= 1 for n in self.hidden_sizes), "positive integers")
+        self._require("hidden_sizes", all(is_int(n) and n >= 1 for n in self.hidden_sizes), "positive integers")
         layers: tuple[Any, ...] = self.insert_at if isinstance(self.insert_at, tuple) else (self.insert_at,)
         valid = self.insert_at == "all" or (
-            bool(layers) and len(set(layers)) == len(layers) and all(_is_int(n) and n >= 1 for n in layers)
+            bool(layers) and len(set(layers)) == len(layers) and all(is_int(n) and n >= 1 for n in layers)
         )
         self._require("insert_at", valid, 'a layer number from 1, a list of different ones, or "all"')
         if self.pooled_layers == "below":
@@ -309,7 +309,3 @@ def _mean(x: Tensor, dim: int, count: Tensor | None = None) -> Tensor:
 def _positions(x: Tensor, start: int, stop: int) -> Tensor:
     """Positions of [B, T, k]; all of them without a slice, whose gradient is as large as the whole."""
     return x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -80,7 +80,7 @@ class WindowCache(Cache):
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store a call's keys and values, [b, heads, n, d], after the state's; return those of the whole window."""
-        state_columns = self._state_columns_of(layer_idx + 1)
+        state_columns = self._state_columns[layer_idx + 1]
         places = self._places + state_columns
         if layer_idx + 1 in self._past_kv:
             past = self._past_kv[layer_idx + 1]
@@ -238,7 +238,7 @@ class WindowCache(Cache):
 
     def _window_kv(self, layer: int, rows: list[int]) -> KV:
         """The window's keys and values of a layer, counted from 0, without the state's."""
-        first = self._state_columns_of(layer + 1)
+        first = self._state_columns[layer + 1]
         return self.keys[layer][rows, :, first:], self.values[layer][rows, :, first:]
 
     def _next(self, model: Any, column: Tensor, new: list[int]) -> Tensor:
@@ -339,9 +339,6 @@ class WindowCache(Cache):
 
     def rows_with_state(self) -> list[bool]:
         return [self._sees_state(row) for row in range(self._batch)]
-
-    def _state_columns_of(self, layer: int) -> int:
-        return self._state_columns[layer]
 
     def state_columns(self) -> dict[int, int]:
         """For each layer, counted from 1, how many places before its window belong to the state."""
