@@ -27,6 +27,7 @@ from carryforward.qa.dataset import Answer, Question, read_questions
 from carryforward.qa.trainer import QuestionTrainer, QuestionTrainingArguments
 from carryforward.settings import FAST_PATHS, MAX_ANSWER_TOKENS, QuestionSettings, RecurrentSettings
 from carryforward.training.callbacks import ProgressBarCallback
+from carryforward.utils.files import read_sealed_json, write_sealed_json
 
 SHIPPED = sorted((Path(__file__).parents[2] / "experiments" / "other" / "questions" / "settings").glob("*.yaml"))
 TRAIN = ["--epochs", 2, "--batch-size", 4, "--learning-rate", 1e-3]
@@ -107,8 +108,8 @@ def test_resumed_is_never_stopped(home, trained, tmp_path):
     shutil.rmtree(newest)
     for file in ("config.json", "model.safetensors"):
         (tmp_path / "again" / file).unlink()
-    record = json.loads((tmp_path / "again/run.json").read_text())
-    (tmp_path / "again/run.json").write_text(json.dumps({**record, "status": "running"}))
+    record = read_sealed_json(tmp_path / "again/run.json")
+    write_sealed_json(tmp_path / "again/run.json", {**record, "status": "running"})
     succeed(*command(home, *PAPER, "--out", tmp_path / "again"))
     first, second = (cf.RecurrentForQuestionAnswering.from_pretrained(f) for f in (trained, tmp_path / "again"))
     for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):

@@ -4,6 +4,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -34,7 +35,10 @@ def _doomed(out, moment):
         seal = checkpoints.seal
         checkpoints.seal = lambda folder: (seal(folder), len(checkpoints.list_checkpoints(out)) > 1 and _die())
     elif moment == "deleting an old one":
-        files.shutil.rmtree = lambda path, **kwargs: str(path).endswith(".deleted") and _die()
+        rmtree = shutil.rmtree
+        files.shutil.rmtree = lambda path, **kwargs: (
+            _die() if str(path).endswith(".deleted") else rmtree(path, **kwargs)
+        )
     elif moment == "validating":
         job._perplexity = _die
     job.train(resume_from_checkpoint=True)
@@ -79,14 +83,25 @@ def test_killed_and_resumed_equals_never_stopped(never_stopped, tmp_path, moment
     assert job.state.best_metric == never_stopped.state.best_metric
 
 
-def test_a_checkpoint_that_was_cut_short_is_passed_over(never_stopped, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("harm", "verdict"),
+    [
+        (lambda raw: raw[:-10], "incomplete"),
+        (lambda raw: bytes(len(raw)), "damaged (optimizer.pt)"),
+        (lambda raw: raw[:99] + bytes([raw[99] ^ 4]) + raw[100:], "damaged (optimizer.pt)"),
+    ],
+    ids=["cut short", "zeroed", "one bit"],
+)
+def test_a_damaged_checkpoint_is_passed_over(never_stopped, tmp_path, caplog, harm, verdict):
     job = trainer(tmp_path, callbacks=[Watch(_stop_at(8))], **LONG)
     job.train()
     newest, older = reversed(checkpoints.list_checkpoints(tmp_path)[-2:])
     file = newest / "optimizer.pt"
-    file.write_bytes(file.read_bytes()[:-10])
+    file.write_bytes(harm(file.read_bytes()))
     assert checkpoints.latest_checkpoint(tmp_path) == older
-    assert f"{newest} is incomplete" in caplog.text
+    assert f"{newest} is {verdict}" in caplog.text
+    with pytest.raises(ValueError, match=f"does not exist or is {re.escape(verdict)}"):
+        trainer(tmp_path, **LONG).train(resume_from_checkpoint=str(newest))
     again = trainer(tmp_path, **LONG)
     again.train(resume_from_checkpoint=True)
     assert_identical(weights(again.model), weights(never_stopped.model))
@@ -124,6 +139,52 @@ def test_a_best_checkpoint_that_is_lost_is_not_claimed(tmp_path, harm, caplog):
     harm(Path(state["best_model_checkpoint"]))
     job.train(resume_from_checkpoint=True)
     assert job.state.best_metric == pytest.approx(job.evaluate()["eval_word_perplexity"])
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("best_at_end", [True, False])
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [({"num_train_epochs": 1}, {"num_train_epochs": 3}), ({"train_tokens": 200}, {"train_tokens": 700})],
+    ids=["epochs", "tokens"],
+)
+def test_a_run_that_is_continued_equals_one_planned_longer(tmp_path, short, long, best_at_end, killed):
+    """The validation of the last step, which no interval asks for, is forgotten, whether it was the best or not."""
+    settings = {"settings": DROPOUT, "learning_rate": 1e-3 if best_at_end else 0.3}
+    whole = trainer(tmp_path / "whole", **settings, **long)
+    whole.train()
+    first = trainer(tmp_path / "continued", **settings, **short)
+    first.train()
+    end = first.state.global_step
+    assert (first.state.best_global_step == end) == best_at_end
+    assert not any(entry["step"] == end for entry in _validations(whole)), "the test needs a last step of its own"
+    if killed:
+        stopped = trainer(tmp_path / "continued", callbacks=[Watch(_stop_at(end + 1))], **settings, **long)
+        stopped.train(resume_from_checkpoint=True)
+    again = trainer(tmp_path / "continued", **settings, **long)
+    again.train(resume_from_checkpoint=True)
+    assert_identical(weights(again.model), weights(whole.model))
+    assert _validations(again) == _validations(whole)
+    assert again.state.best_metric == whole.state.best_metric
+    assert again.state.best_global_step == whole.state.best_global_step
+    folders = [{path.name for path in checkpoints.list_checkpoints(tmp_path / run)} for run in ("continued", "whole")]
+    assert folders[0] == folders[1]
+
+
+def _validations(job):
+    return [{**entry} for entry in job.state.log_history if "eval_loss" in entry]
+
+
+def test_a_run_that_was_moved_keeps_its_best_checkpoint(tmp_path):
+    settings = {"settings": DROPOUT, "learning_rate": 0.3}
+    whole = trainer(tmp_path / "whole", **settings, num_train_epochs=2)
+    whole.train()
+    trainer(tmp_path / "here", callbacks=[Watch(_stop_at(6))], **settings, num_train_epochs=2).train()
+    (tmp_path / "here").rename(tmp_path / "there")
+    again = trainer(tmp_path / "there", **settings, num_train_epochs=2)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_metric == whole.state.best_metric
+    assert_identical(weights(again.model), weights(whole.model))
 
 
 def _stop_at(step):

@@ -42,28 +42,36 @@ def test_a_new_folder_appears_complete(tmp_path):
 def test_in_an_existing_folder_the_config_is_replaced_last(tmp_path, monkeypatch):
     for name in ("config.json", "model-00001-of-00002.safetensors", "model.fp16.safetensors", "notes.txt"):
         (tmp_path / name).write_text("old")
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "old").write_text("old")
     replaced, replace = [], os.replace
     monkeypatch.setattr(files.os, "replace", lambda new, path: (replaced.append(path.name), replace(new, path)))
     with files.atomic_folder(tmp_path) as staging:
         for name in ("config.json", "model.safetensors", "vocab.txt"):
             (staging / name).write_text("new")
-    assert replaced == ["model.safetensors", "vocab.txt", "config.json"]
-    assert names(tmp_path) == ["config.json", "model.fp16.safetensors", "model.safetensors", "notes.txt", "vocab.txt"]
+        (staging / "templates").mkdir()
+    assert replaced == ["model.safetensors", "templates", "vocab.txt", "config.json"]
+    assert names(tmp_path) == [
+        "config.json", "model.fp16.safetensors", "model.safetensors", "notes.txt", "templates", "vocab.txt"
+    ]  # fmt: skip
+    assert names(tmp_path / "templates") == []
 
 
 @pytest.mark.parametrize("name", ["model", "model [1]*"])
-def test_staging_folders_of_killed_processes_are_deleted_after_an_hour(tmp_path, name):
-    recent, old, deleted, other = (
-        tmp_path / leftover for leftover in (f".{name}.1.tmp", f".{name}.2.tmp", f".{name}.3.deleted", ".other.4.tmp")
+def test_temporary_folders_of_killed_processes_are_deleted(tmp_path, name):
+    left, deleted, other, foreign = (
+        tmp_path / leftover
+        for leftover in (f".{name}.0123abcd.tmp", f".{name}.0123abce.deleted", ".other.0123abcf.tmp", f".{name}.x.tmp")
     )
-    for folder in (recent, old, deleted, other):
+    for folder in (left, deleted, other, foreign):
         (folder / "sub").mkdir(parents=True)
-    for folder in (old, deleted, other):
-        for path in (folder / "sub", folder):
-            os.utime(path, (1, 1))
-    with files.atomic_folder(tmp_path / name) as staging:
-        (staging / "a").write_text("a")
-    assert names(tmp_path) == sorted([recent.name, other.name, name])
+    with files.staging_folder(tmp_path, name) as in_use:
+        with files.atomic_folder(tmp_path / name) as staging:
+            (staging / "a").write_text("a")
+        assert in_use.exists()
+        assert names(tmp_path) == sorted([in_use.parent.name, other.name, foreign.name, name])
+    files.clear_leftovers(tmp_path)
+    assert names(tmp_path) == sorted([foreign.name, name])
 
 
 def test_a_folder_is_replaced_and_an_interrupted_deletion_is_finished(tmp_path, monkeypatch):
@@ -76,5 +84,95 @@ def test_a_folder_is_replaced_and_an_interrupted_deletion_is_finished(tmp_path, 
         files.replace_folder(new, folder)
     assert (folder / "a").read_text() == "new"
     assert len(names(tmp_path)) == 2
-    files.finish_deletions(tmp_path, "checkpoint-*")
+    files.clear_leftovers(tmp_path)
     assert names(tmp_path) == ["checkpoint-1"]
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: no clean-up follows."""
+
+
+@pytest.mark.parametrize("moves", range(10))
+def test_a_model_is_replaced_whole_however_often_that_is_interrupted(tmp_path, monkeypatch, moves):
+    """Files of two models are never found together with a config.json; the replacement is finished later."""
+    folder = tmp_path / "model"
+    old = ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "mine.txt")
+    new = ("config.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "vocab.txt")
+    _write(folder, old, "old")
+    with monkeypatch.context() as patch:
+        _die_after(patch, moves)
+        with contextlib.suppress(Killed):
+            with files.atomic_folder(folder) as staging:
+                _write(staging, new, "new")
+            assert moves == 9, "it was not interrupted"
+    if (folder / "config.json").exists():
+        content = {path.read_text() for path in folder.iterdir() if path.is_file() and path.name != "mine.txt"}
+        assert content in ({"old"}, {"new"})
+    with monkeypatch.context() as patch:
+        _die_after(patch, 1)
+        with contextlib.suppress(Killed):
+            files.finish_replacement(folder)
+    files.finish_replacement(folder)
+    files.clear_leftovers(folder)
+    expected = old if moves == 0 else sorted([*new, "mine.txt"])
+    assert names(folder) == sorted(expected)
+    assert len({path.read_text() for path in folder.iterdir() if path.name != "mine.txt"}) == 1
+
+
+def _write(folder, file_names, text):
+    folder.mkdir(exist_ok=True)
+    for name in file_names:
+        (folder / name).write_text(text)
+
+
+def _die_after(patch, operations):
+    """Let so many renames and deletions of files be done; nothing is cleaned up at the next one."""
+    count = 0
+
+    def counted(function):
+        def run(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count > operations:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return run
+
+    patch.setattr(files.os, "replace", counted(os.replace))
+    patch.setattr(files.Path, "rename", counted(files.Path.rename))
+    patch.setattr(files.Path, "unlink", counted(files.Path.unlink))
+    patch.setattr(files.shutil, "rmtree", lambda path, **kwargs: None)
+
+
+def test_files_are_synced_before_and_folders_after_a_rename(tmp_path, monkeypatch):
+    calls, sync, replace = [], files._sync, os.replace
+    monkeypatch.setattr(files, "_sync", lambda path: (calls.append(("sync", path.name)), sync(path)))
+    monkeypatch.setattr(files.os, "replace", lambda a, b: (calls.append(("rename", b.name)), replace(a, b)))
+    with files.atomic_folder(tmp_path / "model") as staging:
+        (staging / "a").write_text("a")
+    files.write_text(tmp_path / "b", "b")
+    assert calls == [
+        ("sync", "a"), ("sync", "model"), ("rename", "model"), ("sync", tmp_path.name),
+        ("sync", "b"), ("rename", "b"), ("sync", tmp_path.name),
+    ]  # fmt: skip
+
+
+def test_a_folder_is_vacant_if_it_holds_nothing_but_leftovers(tmp_path):
+    for name in (".run.json.0123abcd.tmp/run.json", ".saving/checkpoint-1/model.safetensors", "search/trial-1/.lock"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("")
+    assert files.is_vacant(tmp_path)
+    (tmp_path / "search" / "notes.txt").write_text("mine")
+    assert not files.is_vacant(tmp_path)
+
+
+def test_sealed_json_tells_of_damage(tmp_path):
+    path = tmp_path / "run.json"
+    files.write_sealed_json(path, {"a": 1.5, "b": ["ä"]})
+    assert files.read_sealed_json(path) == {"a": 1.5, "b": ["ä"]}
+    intact = path.read_bytes()
+    for damaged in (intact.replace(b"1.5", b"1.7"), intact[:-5], b"", b"[]", b"\xff", b"[" * 100_000):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="run.json is damaged"):
+            files.read_sealed_json(path)

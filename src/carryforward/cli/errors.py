@@ -17,9 +17,10 @@ def user_errors() -> Iterator[None]:
     Exit codes: 1 failed, 2 wrong usage, 130 interrupted. Bugs keep their traceback.
     """
     from ..utils.console import note, quiet_libraries
+    from ..utils.signals import raise_interrupts
 
     try:
-        with quiet_libraries():
+        with raise_interrupts(), quiet_libraries():
             yield
     except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

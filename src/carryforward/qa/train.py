@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`carryforward qa train`: train an encoder on a file of questions to find answers."""
 
-import signal
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -16,7 +15,7 @@ from ..models.add_recurrence import add_recurrence
 from ..models.loading import load_config, load_model, load_question_answering, load_tokenizer
 from ..models.question_answering import RecurrentForQuestionAnswering
 from ..settings import QuestionSettings
-from ..training.callbacks import GracefulStopCallback, ResumableEarlyStoppingCallback, use_progress_bar
+from ..training.callbacks import ResumableEarlyStoppingCallback, use_progress_bar
 from ..training.lifecycle import (
     apply_training_fields,
     describe_memory,
@@ -42,10 +41,14 @@ def train(settings: QuestionSettings, out: Path, *, report_to: str = "none", use
         learning_rate=settings.learning_rate,
         recurrence_learning_rate=settings.recurrence_learning_rate,
     )
-    run = RunFolder(settings, out, writes=arguments.should_save)
-    if run.finished:
-        console.note(f"{out} is finished already. Use another --out to train again.")
-        return run.record
+    with RunFolder(settings, out, arguments.should_save) as run:
+        if run.finished:
+            console.note(f"{out} is finished already. Use another --out to train again.")
+            return run.record
+        return _train(settings, run, arguments)
+
+
+def _train(settings: QuestionSettings, run: RunFolder, arguments: QuestionTrainingArguments) -> dict[str, Any]:
     tokenizer = load_tokenizer(settings.model)
     training, validation = _questions(settings)
     set_seed(settings.seed)  # for the initial values of the new parameters
@@ -60,9 +63,7 @@ def train(settings: QuestionSettings, out: Path, *, report_to: str = "none", use
         describe_memory(model.config)
     digests = {"train": _digest(training), "validation": _digest(validation)}
     run.begin({"data": digests, "processes": arguments.world_size, "window": model.config.recurrence.window})
-    stop = GracefulStopCallback()
-    with stop.listening(signal.SIGINT, signal.SIGTERM):
-        train_until_done(trainer, run, stop)
+    train_until_done(trainer, run)
     history = [entry for entry in trainer.state.log_history if "eval_f1" in entry]
     outcome = {
         "questions": len(training) - len(trainer.lost),

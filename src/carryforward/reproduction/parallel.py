@@ -4,7 +4,6 @@
 Each process writes its output to a log file next to its model.
 """
 
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..utils import console
-from ..utils.signals import Interruptible
+from ..utils.signals import STOP_SIGNALS, Interruptible
 
 
 def run_parallel(commands: Mapping[str, Sequence[str]], work: Path, jobs: int) -> None:
@@ -27,7 +26,7 @@ def run_parallel(commands: Mapping[str, Sequence[str]], work: Path, jobs: int) -
     waiting, running, failed = [*commands], dict[str, subprocess.Popen[bytes]](), list[str]()
     terminated = False
     stop = Interruptible("stopping: cells that are being trained are saved first")
-    with stop.listening(signal.SIGINT, signal.SIGTERM):
+    with stop.listening(*STOP_SIGNALS):
         try:
             while (waiting and not stop.requested) or running:
                 while waiting and len(running) < jobs and not stop.requested:

@@ -3,6 +3,7 @@
 the weights, and a separate learning rate for the recurrence."""
 
 import contextlib
+import itertools
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..utils import checkpoints
-from ..utils.files import delete_folder, replace_folder
+from ..utils.files import SAVING, clear_leftovers, delete_folder, replace_folder
+from ..utils.locks import LOCK, lock_output
 from ..utils.peft import check_trainable_adapters, get_recurrent_model, is_frozen_by_peft
 
 logger = logging.get_logger(__name__)
@@ -140,33 +142,66 @@ class BaseTrainer(Trainer):
     # --- atomic checkpoints ----------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`; `resume_from_checkpoint=True` resumes from the newest complete checkpoint, if any."""
-        if resume_from_checkpoint is True:
-            latest = checkpoints.latest_checkpoint(Path(self._get_output_dir(None)))
-            resume_from_checkpoint = None if latest is None else str(latest)
-        elif isinstance(resume_from_checkpoint, str) and not checkpoints.is_complete(Path(resume_from_checkpoint)):
-            raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} does not exist or is incomplete. Use True for "
-                "the newest complete checkpoint."
-            )
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        """As `Trainer.train`; `resume_from_checkpoint=True` resumes from the newest intact checkpoint, if any.
+
+        The output folder is locked: a second process that trains into it is refused.
+        """
+        run = Path(self._get_output_dir(None))
+        with self._locked(run):
+            if resume_from_checkpoint is True:
+                latest = checkpoints.latest_checkpoint(run)
+                self._delete_damaged(run, latest)
+                resume_from_checkpoint = None if latest is None else str(latest)
+            elif isinstance(resume_from_checkpoint, str) and (
+                damage := checkpoints.find_damage(Path(resume_from_checkpoint))
+            ):
+                raise ValueError(
+                    f"resume_from_checkpoint={resume_from_checkpoint!r} does not exist or is {damage}. Use True for "
+                    "the newest intact checkpoint."
+                )
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _locked(self, run: Path) -> Iterator[None]:
+        """Hold the lock on the output folder, in the process that saves, and clear what killed processes left there."""
+        if not self.args.should_save:
+            yield
+            return
+        run.mkdir(parents=True, exist_ok=True)
+        with lock_output(run / LOCK, run):
+            clear_leftovers(run)
+            shutil.rmtree(run / SAVING, ignore_errors=True)
+            yield
+
+    def _delete_damaged(self, run: Path, latest: Path | None) -> None:
+        """Delete the checkpoints after the newest intact one, which are trained again."""
+        newest_first = reversed(checkpoints.list_checkpoints(run))
+        for path in itertools.takewhile(lambda path: path != latest, newest_first):
+            if self.args.should_save:
+                delete_folder(path)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         start = super()._init_training_state(*args, **kwargs)
-        self._forget_lost_best()
+        self._set_best(self.state.best_global_step)
         return start
 
     def _load_best_model(self) -> None:
-        self._forget_lost_best()
+        self._set_best(self.state.best_global_step)
         if self.state.best_model_checkpoint is not None:
             super()._load_best_model()
 
-    def _forget_lost_best(self) -> None:
-        """If the best checkpoint was deleted or damaged since, start the comparison of checkpoints over."""
-        best = self.state.best_model_checkpoint
-        if best is not None and not checkpoints.is_complete(Path(best)):
-            logger.warning("The best checkpoint, %s, is missing or incomplete: only later ones are compared.", best)
-            self.state.best_model_checkpoint = self.state.best_metric = self.state.best_global_step = None
+    def _set_best(self, step: int | None) -> None:
+        """Make the checkpoint of a step the best one. If it was deleted or damaged, start the comparison over."""
+        self.state.best_model_checkpoint = None
+        if step is None:
+            return
+        best = Path(self._get_output_dir(None)) / f"checkpoint-{step}"
+        damage = checkpoints.find_damage(best)
+        if damage is None:
+            self.state.best_model_checkpoint = str(best)
+        elif self.args.load_best_model_at_end:
+            logger.warning("The best checkpoint, %s, is missing or %s: only later ones are compared.", best, damage)
+            self.state.best_global_step = self.state.best_metric = None
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raise an error for missing or unexpected weights, except for tied ones, which are saved once."""
@@ -183,7 +218,7 @@ class BaseTrainer(Trainer):
     @contextlib.contextmanager
     def _staged(self, run: Path) -> Iterator[Path]:
         """A hidden folder that `Trainer` writes to as if it were the run's."""
-        self._staging = run / ".saving"
+        self._staging = run / SAVING
         try:
             yield self._staging
         finally:
@@ -195,7 +230,7 @@ class BaseTrainer(Trainer):
         run = Path(super()._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            shutil.rmtree(run / ".saving", ignore_errors=True)
+            shutil.rmtree(run / SAVING, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         best = run / f"checkpoint-{self.state.best_global_step}" if self.state.best_global_step else None
         if best is not None and best.name != name and not checkpoints.is_complete(best):
@@ -208,15 +243,20 @@ class BaseTrainer(Trainer):
                 self.state.save_to_json(str(staging / name / "trainer_state.json"))
                 checkpoints.seal(staging / name)
                 replace_folder(staging / name, run / name)
-                self._rotate(run, best)
+                self._rotate(run, {self.state.best_global_step, self._best_step_if_continued()} - {None})
         self.accelerator.wait_for_everyone()
 
-    def _rotate(self, run: Path, best: Path | None) -> None:
-        """Keep the best checkpoint and the newest ones."""
+    def _best_step_if_continued(self) -> int | None:
+        """The step of the best checkpoint, should training be continued past its end; see `RecurrentTrainer`."""
+        return self.state.best_global_step
+
+    def _rotate(self, run: Path, best_steps: set[int | None]) -> None:
+        """Keep the best checkpoints and the newest ones."""
         if self.args.save_total_limit:
-            others = [path for path in checkpoints.list_checkpoints(run) if path != best]
+            best = {run / f"checkpoint-{step}" for step in best_steps}
+            others = [path for path in checkpoints.list_checkpoints(run) if path not in best]
             complete = [path for path in others if checkpoints.is_complete(path)]
-            count = max(self.args.save_total_limit - (best is not None), 1)
+            count = max(self.args.save_total_limit - len(best), 1)
             for path in others:
                 if path not in complete[-count:]:
                     delete_folder(path)

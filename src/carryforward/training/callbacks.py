@@ -69,6 +69,8 @@ class ProgressBarCallback(TrainerCallback):
                     f"{state.max_steps:,} steps in all, and {warmup:,} of warm-up: the learning rate stays small. Use "
                     "fewer warm-up steps, or train longer."
                 )
+            if state.global_step:
+                console.note(f"resuming from step {state.global_step:,}")
             total, done = (self.trainer.units_after(step) for step in (state.max_steps, state.global_step))
             self.bar = ProgressBar("training", total, self.trainer.unit, done=done)
             self.bar.__enter__()

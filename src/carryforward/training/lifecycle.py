@@ -13,9 +13,11 @@ from transformers import PreTrainedConfig
 from ..config import RecurrentModelConfig
 from ..models.add_recurrence import recurrence_of
 from ..settings import QuestionSettings, RecurrentSettings, TrainSettings
-from ..utils import checkpoints, console
+from ..utils import console
+from ..utils.digests import digest_files
 from ..utils.files import atomic_folder
 from ..utils.provenance import provenance
+from ..utils.signals import STOP_SIGNALS
 from .base_trainer import BaseTrainer
 from .callbacks import GracefulStopCallback
 from .run_folder import RunFolder
@@ -94,16 +96,14 @@ def shared_training_arguments(
     }
 
 
-def train_until_done(trainer: BaseTrainer, run: RunFolder, stop: GracefulStopCallback) -> None:
-    """Train until the end or a signal, from the newest complete checkpoint if there is one."""
+def train_until_done(trainer: BaseTrainer, run: RunFolder) -> None:
+    """Train until the end or a signal, from the newest intact checkpoint if there is one."""
+    stop = GracefulStopCallback()
     trainer.add_callback(stop)
-    saved = checkpoints.list_checkpoints(Path(trainer.args.output_dir))
-    complete = [path for path in saved if checkpoints.is_complete(path)]
-    if complete and run.writes:
-        console.note(f"resuming from {complete[-1]}")
     started = time.monotonic()
     try:
-        trainer.train(resume_from_checkpoint=True)
+        with stop.listening(*STOP_SIGNALS):
+            trainer.train(resume_from_checkpoint=True)
     finally:
         # the total, with learning-rate searches and earlier parts of the run
         run.record["seconds"] = run.record.get("seconds", 0.0) + time.monotonic() - started
@@ -118,12 +118,14 @@ def save_run(
     trainer: BaseTrainer, run: RunFolder, model: Any, tokenizer: Any, outcome: dict[str, Any]
 ) -> dict[str, Any]:
     """Save the model and finish the run's record, with `outcome` as the entries of this kind of job. Returns it."""
+    files: dict[str, str] = {}
     if run.writes:
         with atomic_folder(run.folder) as beside:
             model.save_pretrained(beside)
             tokenizer.save_pretrained(beside)
+            files = digest_files(beside, sorted(path for path in beside.rglob("*") if path.is_file()))
     steps = {"steps": trainer.state.global_step, "best_step": trainer.state.best_global_step}
-    run.finish({**provenance(str(trainer.args.device)), **steps, **outcome})
+    run.finish({**provenance(str(trainer.args.device)), **steps, **outcome, "files": files})
     trainer.accelerator.wait_for_everyone()
     return run.record
 

@@ -2,45 +2,68 @@
 """The folder of a training run and its record, `run.json`: settings, data and results.
 
 A run resumes with the same settings, data and number of processes. Anything else is refused: it would be another run.
+Only its length may grow: a run that is continued is exactly one that was planned longer from the start. The folder is
+locked while a process trains in it.
 """
 
-import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..models.loading import RUN_FILE
-from ..settings import RecurrentSettings
-from ..utils.files import write_json
+from ..settings import RecurrentSettings, flag
+from ..utils.files import is_vacant, read_sealed_json, write_sealed_json
+from ..utils.locks import LOCK, lock_output
 
 
 class RunFolder:
-    """A run's folder and record. Only the first process writes."""
+    """A run's folder and record, as a context: leaving it releases the lock. Only the first process writes."""
 
-    def __init__(self, settings: RecurrentSettings, folder: Path, writes: bool):
-        """Read the record, if the folder holds a run with the same settings. Writes nothing yet."""
-        self.folder, self.writes = folder, writes
-        now = settings.as_json()
-        self.record: dict[str, Any] = {"kind": "run", "status": "running", "settings": now, "search": []}
-        if not (folder / RUN_FILE).exists():
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise ValueError(f"--out {folder} exists and is not a run of carryforward. Use another folder.")
-            return
-        try:
-            self.record = json.loads((folder / RUN_FILE).read_text())
-            before = dict(self.record["settings"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{folder / RUN_FILE} is damaged: {error}. Use another --out.") from error
-        self._refuse_changes("other settings", before, now)
+    def __init__(
+        self, settings: RecurrentSettings, folder: Path, writes: bool, *, length_settings: tuple[str, ...] = ()
+    ):
+        """Read the record, if the folder holds a run with the same settings. Writes nothing yet.
+
+        Args:
+            length_settings: the settings that may differ from those of an earlier call: how long to train.
+        """
+        self.folder, self.writes, self.length_settings = folder, writes, length_settings
+        self.settings = settings.as_json()
+        self._lock, self._locked = ExitStack(), False
+        self.record = self._read()
+
+    def __enter__(self) -> Self:
+        if self.writes and not self.finished and self.folder.is_dir():
+            self._lock_folder()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
 
     @property
     def finished(self) -> bool:
-        return self.record["status"] == "finished"
+        return self.record["status"] == "finished" and self.record["settings"] == self.settings
 
     def begin(self, circumstances: dict[str, Any]) -> None:
         """Write the record; refuse to resume if the circumstances (data, processes) have changed."""
+        if self.writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock_folder()
         before = self.record.setdefault("circumstances", circumstances)
         self._refuse_changes("other data or processes", before, circumstances)
+        self.write()
+
+    def plan(self, steps: int) -> None:
+        """Record how many steps the run is to have, and the settings that say so. A run can only be made longer."""
+        before = self.record.get("planned_steps", 0)
+        if steps < before:
+            length = " and ".join(map(flag, self.length_settings))
+            raise ValueError(
+                f"{self.folder} was planned for {before:,} steps, and this command asks for {steps:,}. A run can be "
+                f"made longer, not shorter: use another --out, or larger {length}."
+            )
+        self.record |= {"planned_steps": steps, "settings": self.settings, "status": "running"}
         self.write()
 
     def finish(self, outcome: dict[str, Any]) -> None:
@@ -50,8 +73,34 @@ class RunFolder:
 
     def write(self) -> None:
         if self.writes:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / RUN_FILE, self.record)
+            write_sealed_json(self.folder / RUN_FILE, self.record)
+
+    def _read(self) -> dict[str, Any]:
+        """The record of an earlier call, or a new one. Refuses a folder of something else, and other settings."""
+        path = self.folder / RUN_FILE
+        if not path.is_file():
+            if self.folder.exists() and (not self.folder.is_dir() or not is_vacant(self.folder)):
+                raise ValueError(f"--out {self.folder} exists and is not a run of carryforward. Use another folder.")
+            return {"kind": "run", "status": "running", "settings": self.settings, "search": []}
+        try:
+            record = read_sealed_json(path)
+            before = dict(record["settings"])
+            if record["status"] not in ("running", "finished") or not isinstance(record["search"], list):
+                raise ValueError(f"{path} is damaged (status or search).")
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}). Use another --out.") from error
+        except ValueError as error:
+            raise ValueError(f"{error} Use another --out.") from error
+        same_length = {name: self.settings[name] for name in self.length_settings}
+        self._refuse_changes("other settings", before | same_length, self.settings)
+        return record
+
+    def _lock_folder(self) -> None:
+        """Lock the folder, unless that is done, and read the record again: another process may have written it."""
+        if not self._locked:
+            self._lock.enter_context(lock_output(self.folder / LOCK, self.folder))
+            self._locked = True
+            self.record = self._read()
 
     def _refuse_changes(self, what: str, before: dict[str, Any], now: dict[str, Any]) -> None:
         changes = [

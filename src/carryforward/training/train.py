@@ -6,8 +6,6 @@ Of several learning rates, each is tried on a few tokens and the best on validat
 
 import dataclasses
 import itertools
-import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,9 @@ from ..models.causal_lm import RecurrentForCausalLM
 from ..models.loading import Loaded, describe_causal, load_causal, load_tokenizer
 from ..settings import TrainSettings
 from ..utils import checkpoints, console
+from ..utils.files import delete_folder
 from .base_trainer import NonFiniteLoss
-from .callbacks import GracefulStopCallback, use_progress_bar
+from .callbacks import use_progress_bar
 from .lifecycle import (
     apply_training_fields,
     check_same_recurrence,
@@ -40,13 +39,20 @@ from .trainer import RecurrentTrainer, RecurrentTrainingArguments
 
 
 def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cpu: bool = False) -> dict[str, Any]:
-    """Train, or resume a run that was stopped. Returns the run's record, as in its `run.json`."""
+    """Train, resume a run that was stopped, or continue a finished one for longer. Returns the run's record, as in its
+    `run.json`."""
     use_cpu = use_cpu or not torch.accelerator.is_available()  # else `Trainer` refuses bf16 on a CPU
     processes = RecurrentTrainingArguments(str(out), use_cpu=use_cpu, load_best_model_at_end=False)
-    run = RunFolder(settings, out, writes=processes.should_save)
-    if run.finished:
-        console.note(f"{out} is finished already. Use another --out to train again.")
-        return run.record
+    with RunFolder(settings, out, processes.should_save, length_settings=("epochs", "train_tokens")) as run:
+        if run.finished:
+            console.note(f"{out} is finished already. To train it further, give more --epochs or --train-tokens.")
+            return run.record
+        return _train(settings, run, processes, report_to, use_cpu)
+
+
+def _train(
+    settings: TrainSettings, run: RunFolder, processes: RecurrentTrainingArguments, report_to: str, use_cpu: bool
+) -> dict[str, Any]:
     config = _check_recurrence(settings)
     tokenizer = load_tokenizer(settings.model)
     with processes.main_process_first(local=False):
@@ -70,10 +76,9 @@ def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cp
         run.begin({"data": data, "processes": processes.world_size, "window": window, "base": base})
         return trainer
 
-    stop = GracefulStopCallback()
-    with stop.listening(signal.SIGINT, signal.SIGTERM):
-        trainer = make_trainer(_search(settings, run, make_trainer, stop), out)
-        train_until_done(trainer, run, stop)
+    trainer = make_trainer(_search(settings, run, make_trainer), run.folder)
+    run.plan(trainer.planned_steps)
+    train_until_done(trainer, run)
     model = trainer.accelerator.unwrap_model(trainer.model)
     return save_run(trainer, run, model if settings.recurrence else model.base, tokenizer, _outcome(trainer))
 
@@ -162,7 +167,7 @@ def _arguments(settings: TrainSettings, out: Path, report_to: str, use_cpu: bool
 # --- learning-rate search ------------------------------------------------------------------------------------------
 
 
-def _search(settings: TrainSettings, run: RunFolder, make_trainer: Any, stop: GracefulStopCallback) -> TrainSettings:
+def _search(settings: TrainSettings, run: RunFolder, make_trainer: Any) -> TrainSettings:
     """Train briefly with each pair of learning rates and choose the best on validation. A single pair is kept."""
     rates = settings.recurrence_learning_rate if settings.recurrence else settings.recurrence_learning_rate[:1]
     pairs = list(itertools.product(settings.learning_rate, rates))
@@ -172,20 +177,23 @@ def _search(settings: TrainSettings, run: RunFolder, make_trainer: Any, stop: Gr
         raise ValueError(
             "Several learning rates are compared on validation text: leave out --no-validation, or give one rate."
         )
-    tried = {tuple(trial["rates"]): trial["word_perplexity"] for trial in run.record["search"]}
+    # A folder for each trial, deleted after its result was recorded: one that is found is of a trial without a result.
     folder = run.folder / "search"
-    for base, new in pairs:
+    tried = {tuple(trial["rates"]): trial["word_perplexity"] for trial in run.record["search"]}
+    for number, (base, new) in enumerate(pairs, 1):
         if (base, new) in tried:
             continue
         console.note(f"trying learning rate {base:g}, recurrence {new:g}")
         trial = dataclasses.replace(
             settings, learning_rate=(base,), recurrence_learning_rate=(new,), train_tokens=settings.search_tokens
         )
-        tried[base, new] = _try(make_trainer(trial, folder), run, stop)
+        tried[base, new] = _try(make_trainer(trial, folder / f"trial-{number}"), run)
         run.record["search"].append({"rates": [base, new], "word_perplexity": tried[base, new]})
-        if run.writes:
-            shutil.rmtree(folder, ignore_errors=True)
         run.write()
+        if run.writes:
+            delete_folder(folder / f"trial-{number}")
+    if run.writes and folder.exists():
+        delete_folder(folder)
     finite = {pair: perplexity for pair, perplexity in tried.items() if perplexity is not None}
     if not finite:
         raise NonFiniteLoss("No learning rate gave a finite loss. Use smaller ones, and another --out.")
@@ -195,13 +203,14 @@ def _search(settings: TrainSettings, run: RunFolder, make_trainer: Any, stop: Gr
     return dataclasses.replace(settings, learning_rate=(base,), recurrence_learning_rate=(new,))
 
 
-def _try(trainer: RecurrentTrainer, run: RunFolder, stop: GracefulStopCallback) -> float | None:
+def _try(trainer: RecurrentTrainer, run: RunFolder) -> float | None:
     """The best word perplexity of a trial; None if its loss became non-finite."""
     try:
-        train_until_done(trainer, run, stop)
+        train_until_done(trainer, run)
     except NonFiniteLoss as error:
         console.note(str(error))
         return None
     finally:
         release_memory()
-    return trainer.state.best_metric
+    # from the log: the checkpoint of the best validation may be lost, its result is not
+    return min(entry["eval_word_perplexity"] for entry in trainer.state.log_history if "eval_loss" in entry)

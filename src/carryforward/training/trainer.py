@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from ..data.samples import EpochSampler, Samples, StatefulBatchSampler, check_documents, collate
 from ..evaluation.perplexity import Perplexity, perplexity
@@ -154,6 +154,12 @@ class RecurrentTrainer(BaseTrainer):
 
     units_after = tokens_after
 
+    @property
+    def planned_steps(self) -> int:
+        """The number of steps of the whole training."""
+        steps = self.args.max_steps
+        return steps if steps > 0 else math.ceil(self.args.num_train_epochs * self.epoch_steps)
+
     def describe_metrics(self, metrics: dict[str, float]) -> str:
         return f"validation word perplexity {metrics['eval_word_perplexity']:,.2f}"
 
@@ -186,6 +192,50 @@ class RecurrentTrainer(BaseTrainer):
         super()._load_rng_state(checkpoint)
         state = Path(checkpoint or "") / f"state-{self.args.process_index}.safetensors"
         self.carried = State.load(state, self.args.device) if checkpoint and state.exists() else None
+
+    # --- longer runs -----------------------------------------------------------------------------------------------
+    # The last step is validated even if no interval ends there. A run that is continued past its end forgets that
+    # validation, and so equals one that was planned longer from the start.
+
+    def reaches(self, step: int, interval: int) -> bool:
+        """Whether an interval, in tokens, ends with a step."""
+        return self.tokens_after(step) // interval > self.tokens_after(step - 1) // interval
+
+    def _init_training_state(  # type: ignore[override]
+        self, max_steps: int, steps: int, epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        start = super()._init_training_state(max_steps, steps, epochs, checkpoint, trial)
+        if checkpoint is not None and self.state.global_step < max_steps and self._was_the_end(checkpoint):
+            validations = self._validations_before_end(self.state.global_step)
+            others = [entry for entry in self.state.log_history if "eval_loss" not in entry]
+            self.state.log_history = sorted([*others, *validations], key=lambda entry: entry["step"])
+            self.state.best_metric, self.state.best_global_step = self._best_of(validations)
+            self._set_best(self.state.best_global_step)
+        return start
+
+    def _was_the_end(self, checkpoint: str) -> bool:
+        """Whether training was to end with a checkpoint."""
+        before = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+        return before.max_steps == before.global_step
+
+    def _best_step_if_continued(self) -> int | None:
+        return self._best_of(self._validations_before_end(self.state.max_steps))[1]
+
+    def _validations_before_end(self, end: int) -> list[dict[str, Any]]:
+        """The log's validations, without that of the last step if only the end of training asked for it."""
+        by_steps = bool(self.state.eval_steps) and end % self.state.eval_steps == 0
+        scheduled = self.args.eval_strategy == "epoch" or by_steps or self.reaches(end, self.args.eval_tokens)
+        return [
+            entry for entry in self.state.log_history
+            if "eval_loss" in entry and (scheduled or entry["step"] != end)
+        ]  # fmt: skip
+
+    def _best_of(self, validations: list[dict[str, Any]]) -> tuple[float | None, int | None]:
+        """The best metric of some validations, and its step; of equal ones, the first."""
+        name = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        sign = -1 if self.args.greater_is_better else 1
+        scored = [(sign * entry[name], entry["step"]) for entry in validations if name in entry]
+        return (sign * min(scored)[0], min(scored)[1]) if scored else (None, None)
 
     # --- validation ------------------------------------------------------------------------------------------------
 
@@ -240,9 +290,8 @@ class _TokenIntervalCallback(TrainerCallback):
         self.trainer.order.set_epoch(state.global_step // self.trainer.epoch_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        before, now = self.trainer.tokens_after(state.global_step - 1), self.trainer.tokens_after(state.global_step)
-        if now // args.eval_tokens > before // args.eval_tokens:
+        if self.trainer.reaches(state.global_step, args.eval_tokens):
             control.should_evaluate |= args.eval_strategy != "no"
             control.should_save |= args.save_strategy != "no"
-        if args.save_tokens and now // args.save_tokens > before // args.save_tokens:
+        if args.save_tokens and self.trainer.reaches(state.global_step, args.save_tokens):
             control.should_save |= args.save_strategy != "no"

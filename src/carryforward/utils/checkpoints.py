@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: loading that refuses missing weights, and the complete checkpoints of a training run."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from .files import finish_deletions
+from .digests import damaged_file, digest_files
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +61,41 @@ _SEAL = "complete.json"
 
 
 def seal(folder: Path) -> None:
-    """Record the size of every file, so that `is_complete` can tell whether the checkpoint is complete."""
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    (folder / _SEAL).write_text(json.dumps(sizes, indent=1))
+    """Record the size and digest of every file, so that damage to the checkpoint can be found."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    (folder / _SEAL).write_text(json.dumps({"sizes": sizes, "digests": digest_files(folder, files)}, indent=1))
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of a training run, complete or not."""
+    return (folder / _SEAL).exists()
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint was sealed and all its files still have the recorded sizes."""
-    try:
-        sizes = json.loads((folder / _SEAL).read_text())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, json.JSONDecodeError):
-        return False
+    """Whether a checkpoint was sealed and all its files have the recorded sizes. Reads no weights."""
+    sizes = _read_seal(folder, "sizes")
+    with contextlib.suppress(OSError):
+        return sizes is not None and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    return False
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in words, or None: it reads every file and compares its digest."""
+    digests = _read_seal(folder, "digests")
+    if digests is None or not is_complete(folder):
+        return "incomplete"
+    file = damaged_file(folder, digests)
+    return None if file is None else f"damaged ({file})"
+
+
+def _read_seal(folder: Path, key: str) -> dict[str, Any] | None:
+    """What the seal records of each file; None if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        seal = json.loads((folder / _SEAL).read_bytes())
+        if isinstance(seal, dict) and isinstance(seal.get(key), dict) and seal[key]:
+            return seal[key]
+    return None
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -82,10 +106,10 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run; warn about incomplete ones, which are skipped."""
-    finish_deletions(run, "checkpoint-*")
+    """Return the newest intact checkpoint of a run; warn about incomplete and damaged ones, which are skipped."""
     for path in reversed(list_checkpoints(run)):
-        if is_complete(path):
+        damage = find_damage(path)
+        if damage is None:
             return path
-        logger.warning("%s is incomplete and is skipped.", path)
+        logger.warning("%s is %s and is skipped.", path, damage)
     return None

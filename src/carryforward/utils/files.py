@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic writes: the one place that writes under a temporary name and then renames.
+"""Atomic, durable writes: the one place that writes under a temporary name and then renames.
 
-A file or folder appears under its final name when it is complete, or not at all. Temporary names are hidden and lie on
-the same file system: `.NAME.XXXXXXXX.tmp` for folders being written, `.NAME.XXXXXXXX.deleted` for those being deleted.
+A file or folder appears under its final name when it is complete and on disk, or not at all: it is synced before it is
+renamed, and its folder afterwards, so that it survives a power cut too. Temporary names are hidden and lie on the same
+file system:
+
+* `.NAME.XXXXXXXX.tmp`: a folder in which NAME is being written. It is locked; one that is not locked was left by a
+  killed process, and is deleted by the next write of NAME.
+* `.NAME.XXXXXXXX.ready` and `.moving`: a complete model that is being moved to its place in the folder NAME, file by
+  file. If that is interrupted, `finish_replacement` completes it.
+* `.NAME.XXXXXXXX.deleted`: a folder that is being deleted.
 """
 
-import glob
 import hashlib
 import json
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .locks import LOCK, try_lock
+
 _MAX_STEM = 100  # characters of the readable part of a result's file name
-_STALE = 3600  # seconds without a write after which a temporary folder is taken to be left by a killed process
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|ready|moving|deleted)")
+SAVING = ".saving"  # where a training run writes a checkpoint: all processes of the run must find it
 
 # The names under which transformers writes weights, whole or in shards, with or without a variant.
 _WEIGHTS = re.compile(r"model(?P<shard>-\d{5}-of-\d{5})?\.safetensors(\.index(\.(?P<index>\w+))?\.json)?|"
@@ -33,17 +41,39 @@ _WEIGHTS = re.compile(r"model(?P<shard>-\d{5}-of-\d{5})?\.safetensors(\.index(\.
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename it to `path` afterwards. On an error, `path` is unchanged."""
     path = Path(path)
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")  # same suffix: some writers choose the format by it
-    try:
+    with _staging(path.parent, path.name) as staging:
+        temporary = staging / path.name  # same name: some writers choose the format by its suffix
         yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        publish(temporary, path)
 
 
 def write_json(path: str | os.PathLike, content: Any) -> None:
     """Write JSON atomically. It is ASCII: any locale can read it, and unpaired surrogates can be written."""
     write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_sealed_json(path: str | os.PathLike, content: dict[str, Any]) -> None:
+    """Write a JSON object atomically, with a digest of its content."""
+    write_json(path, {**content, "digest": _json_digest(content)})
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, without its digest. A ValueError says that the file is damaged; one without a digest, from
+    elsewhere, is accepted."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}).") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (it is no JSON object).")
+    digest = content.pop("digest", None)
+    if digest is not None and digest != _json_digest(content):
+        raise ValueError(f"{path} is damaged (its content does not match its digest).")
+    return content
+
+
+def _json_digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -65,66 +95,115 @@ def result_stem(parts: Sequence[str], details: Any) -> str:
 def atomic_folder(folder: str | os.PathLike) -> Iterator[Path]:
     """Yield a temporary folder to write a model to, and move its content to `folder` afterwards.
 
-    A new folder appears complete or not at all. In an existing one, files are replaced one by one: first all but
-    config.json, then weights of an earlier save in more or fewer shards are removed, and config.json comes last.
+    A new folder appears complete or not at all. In an existing one, files are replaced one by one, and config.json is
+    missing meanwhile: old and new files are never read together. See `finish_replacement`.
     """
     target = Path(folder).resolve()
     if target.is_file():
         raise ValueError(f"save_directory={str(folder)!r} is a file; give a folder.")
-    parent = target if target.exists() else target.parent  # either is on the same file system
-    with staging_folder(parent, target.name) as staging:
+    if not target.exists():
+        with staging_folder(target.parent, target.name) as staging:
+            yield staging
+            publish(staging, target)
+        return
+    finish_replacement(target)
+    with staging_folder(target, target.name) as staging:
         yield staging
-        if target.exists():
-            _replace_files(staging, target)
-        else:
-            staging.rename(target)
+        _sync_tree(staging)
+        ready = _advance(staging.parent, "ready")  # the lock stays
+        _move_into_place(ready, target)
 
 
 @contextmanager
 def staging_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new hidden folder in `parent` to write to. Unless it was renamed, it is deleted afterwards.
+    """Yield a new temporary folder, for `publish` to move into `parent`. Otherwise it is deleted afterwards."""
+    parent.mkdir(parents=True, exist_ok=True)
+    with _staging(parent, name) as staging:
+        folder = staging / name
+        folder.mkdir()
+        yield folder
 
-    Temporary folders of the same name that killed processes left are deleted once they are an hour old.
-    """
-    _delete_stale(parent, name)
-    staging = _hidden(parent, name, "tmp")
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a complete file or folder to its final name, durably. A file replaces an existing one."""
+    _sync_tree(temporary)
+    os.replace(temporary, path)
+    _sync(path.parent)
 
 
 def replace_folder(new: Path, folder: Path) -> None:
     """Rename the folder `new` to `folder`; an existing `folder` is deleted first."""
     if folder.exists():
         delete_folder(folder)
-    new.rename(folder)
+    publish(new, folder)
 
 
 def delete_folder(folder: Path) -> None:
     """Delete a folder, renaming it first: if this is interrupted, no incomplete folder is left under its name."""
     hidden = _hidden(folder.parent, folder.name, "deleted")
     folder.rename(hidden)
+    _sync(folder.parent)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def finish_deletions(parent: Path, pattern: str) -> None:
-    """Delete what interrupted calls of `delete_folder` left of the folders in `parent` whose names match a pattern."""
-    for leftover in parent.glob(f".{pattern}.*.deleted"):
-        shutil.rmtree(leftover, ignore_errors=True)
+# --- what killed processes left ------------------------------------------------------------------------------------
 
 
-def _replace_files(staging: Path, target: Path) -> None:
-    written = {path.name for path in staging.iterdir()}
-    for file in sorted(written - {"config.json"}):
-        os.replace(staging / file, target / file)
-    variants = {_weights_variant(file) for file in written} - {None}
-    for path in target.iterdir():
-        if path.name not in written and _weights_variant(path.name) in variants:
-            path.unlink()
-    if "config.json" in written:
-        os.replace(staging / "config.json", target / "config.json")
+def clear_leftovers(parent: Path, name: str | None = None) -> None:
+    """Delete temporary folders in `parent` that killed processes left, of all names or of one."""
+    for leftover in _temporaries(parent, ("tmp", "deleted"), name):
+        if leftover.suffix == ".deleted":
+            shutil.rmtree(leftover, ignore_errors=True)
+            continue
+        with suppress(OSError):  # without locks, nothing tells whether it is in use
+            if (descriptor := try_lock(leftover / LOCK)) is not None:
+                shutil.rmtree(leftover, ignore_errors=True)
+                os.close(descriptor)
+
+
+def is_vacant(folder: Path) -> bool:
+    """Whether a folder holds no files, but for what killed processes may leave."""
+    others = (path for path in folder.iterdir() if path.name not in (LOCK, SAVING))
+    return all(_TEMPORARY.fullmatch(path.name) or (path.is_dir() and is_vacant(path)) for path in others)
+
+
+def finish_replacement(folder: Path) -> None:
+    """Complete an interrupted `atomic_folder` on an existing folder. Another process at work on it is not disturbed."""
+    for ready in _temporaries(folder, ("ready", "moving")):
+        try:
+            descriptor = try_lock(ready / LOCK)
+        except OSError:
+            _move_into_place(ready, folder)  # no locks here
+            continue
+        if descriptor is not None:
+            try:
+                _move_into_place(ready, folder)
+            finally:
+                os.close(descriptor)
+
+
+def _move_into_place(ready: Path, folder: Path) -> None:
+    """Move a complete model into a folder: remove config.json and earlier weights, move all other files, and
+    config.json last."""
+    (content,) = (path for path in ready.iterdir() if path.name != LOCK)
+    names = sorted((path.name for path in content.iterdir()), key=lambda name: (name == "config.json", name))
+    if ready.suffix == ".ready":
+        if "config.json" in names:
+            (folder / "config.json").unlink(missing_ok=True)
+        variants = {_weights_variant(name) for name in names} - {None}
+        for path in folder.iterdir():
+            if _weights_variant(path.name) in variants:
+                path.unlink()
+        ready = _advance(ready, "moving")
+        content = ready / content.name
+    for name in names:
+        if name == "config.json":
+            _sync(folder)
+        if (folder / name).is_dir():
+            delete_folder(folder / name)
+        os.replace(content / name, folder / name)
+    _sync(folder)
+    shutil.rmtree(ready, ignore_errors=True)
 
 
 def _weights_variant(file: str) -> str | None:
@@ -133,13 +212,68 @@ def _weights_variant(file: str) -> str | None:
     return match and (match["variant"] or match["index"] or "")
 
 
-def _hidden(parent: Path, name: str, suffix: str) -> Path:
-    return parent / f".{name}.{uuid.uuid4().hex[:8]}.{suffix}"
+# --- temporary names and syncing -----------------------------------------------------------------------------------
 
 
-def _delete_stale(parent: Path, name: str) -> None:
-    for suffix in ("tmp", "deleted"):
-        for leftover in parent.glob(f".{glob.escape(name)}.*.{suffix}"):
-            with suppress(OSError):
-                if time.time() - max(path.stat().st_mtime for path in (leftover, *leftover.rglob("*"))) > _STALE:
-                    shutil.rmtree(leftover, ignore_errors=True)
+@contextmanager
+def _staging(parent: Path, name: str) -> Iterator[Path]:
+    """Yield a new hidden folder in `parent`, which is locked, and is deleted afterwards."""
+    clear_leftovers(parent, name)
+    staging, descriptor = _create_staging(parent, name)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _create_staging(parent: Path, name: str) -> tuple[Path, int | None]:
+    while True:
+        staging = _hidden(parent, name, "tmp")
+        staging.mkdir()
+        try:
+            descriptor = try_lock(staging / LOCK)
+        except FileNotFoundError:
+            continue  # another process took it for a leftover, before it was locked
+        except OSError:
+            return staging, None  # no locks here
+        if descriptor is not None:
+            return staging, descriptor
+
+
+def _hidden(parent: Path, name: str, kind: str) -> Path:
+    return parent / f".{name}.{uuid.uuid4().hex[:8]}.{kind}"
+
+
+def _advance(temporary: Path, kind: str) -> Path:
+    """Rename a temporary folder to its next kind, durably."""
+    renamed = temporary.rename(temporary.with_suffix(f".{kind}"))
+    _sync(renamed.parent)
+    return renamed
+
+
+def _temporaries(parent: Path, kinds: tuple[str, ...], name: str | None = None) -> list[Path]:
+    """The temporary folders of some kinds in `parent`, of all names or of one."""
+    with os.scandir(parent) as entries:
+        matches = [match for entry in entries if (match := _TEMPORARY.fullmatch(entry.name)) and entry.is_dir()]
+    return [parent / match[0] for match in matches if match["kind"] in kinds and name in (None, match["name"])]
+
+
+def _sync_tree(path: Path) -> None:
+    """Write a file, or a folder and all that is in it, to disk."""
+    for inner in path.iterdir() if path.is_dir() else ():
+        _sync_tree(inner)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Write a file's content, or a folder's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)

@@ -3,10 +3,15 @@
 
 import contextlib
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from . import console
+
+# Ctrl-C, a scheduler's request to end, the end of a terminal; there is no SIGHUP on Windows
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Interruptible:
@@ -20,15 +25,9 @@ class Interruptible:
         self.requested = False
         self._message = message
 
-    @contextlib.contextmanager
-    def listening(self, *signals: int) -> Iterator[None]:
-        """Treat these signals as requests to stop while the context is active."""
-        previous = {number: signal.signal(number, self._request) for number in signals}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def listening(self, *signals: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which these signals are requests to stop."""
+        return _handling(self._request, *signals)
 
     def _request(self, number: int, frame: Any) -> None:
         if self.requested:
@@ -36,3 +35,43 @@ class Interruptible:
         self.requested = True
         if self._message is not None:
             console.note(self._message)
+
+
+@contextlib.contextmanager
+def raise_interrupts() -> Iterator[None]:
+    """Let every stop signal raise KeyboardInterrupt, and raise it again where Python ignores exceptions.
+
+    Python ignores what is raised in a `__del__` or in a callback of a library: a Ctrl-C at such a moment would be lost.
+    """
+    report = sys.unraisablehook
+
+    def raise_again(unraisable: Any) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            report(unraisable)
+            return
+        # from another thread and a moment later: the main thread has then left the place that ignores exceptions
+        timer = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = raise_again
+    try:
+        with _handling(signal.default_int_handler, *STOP_SIGNALS):
+            yield
+    finally:
+        sys.unraisablehook = report
+
+
+@contextlib.contextmanager
+def _handling(handler: Any, *signals: int) -> Iterator[None]:
+    """Handle some signals while the context is active. Those that are ignored, as by nohup, stay ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread receives signals
+        return
+    heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
