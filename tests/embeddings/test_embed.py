@@ -11,7 +11,7 @@ from helpers.embedding import TOKENIZER, model_of
 
 import carryforward as cf
 from carryforward.cli.main import main
-from carryforward.embeddings import document_chunks, embed
+from carryforward.embeddings import document_chunks, embed, vector_files
 from carryforward.embeddings.encode import encode
 from carryforward.utils import files
 
@@ -117,20 +117,83 @@ def another_first_line(folder):
     return []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (other_settings, "begun with another model or other settings"),
-        (another_model, "begun with another model or other settings"),
-        (another_first_line, "has changed in lines that were embedded already"),
-    ],
-)
-def test_a_run_does_not_continue_with_other_settings_or_lines(saved, monkeypatch, capsys, change, message):
+@pytest.mark.parametrize("change", [other_settings, another_model])
+def test_a_run_does_not_continue_with_other_settings(saved, monkeypatch, capsys, change):
     folder, _, _ = saved
     stop_at(monkeypatch, 3)
     assert run(folder, "--out", folder / "v.npy") == 130
     assert run(folder, "--out", folder / "v.npy", *change(folder)) == 2
-    assert message in capsys.readouterr().err
+    assert "begun with another model or other settings" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stopped(saved, monkeypatch):
+    """A run that was stopped after two of its parts, and the vectors of one that was not."""
+    folder, _, _ = saved
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        assert run(folder, "--out", folder / "v.npy") == 130
+    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 2)
+    assert run(folder, "--out", folder / "whole.npy") == 0
+    return folder, np.load(folder / "whole.npy")
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("harm", [flip, lambda path: path.write_bytes(b""), lambda path: path.unlink()])
+@pytest.mark.parametrize("file", ["part-00000000.npz", "part-00000000.json", "part-00000001.npz", "settings.json"])
+def test_damaged_and_missing_parts_are_made_again(stopped, file, harm):
+    folder, whole = stopped
+    harm(folder / "v.npy.parts" / file)
+    assert run(folder, "--out", folder / "v.npy") == 0
+    np.testing.assert_array_equal(np.load(folder / "v.npy"), whole)
+
+
+def test_intact_parts_are_not_made_again(stopped, monkeypatch):
+    folder, whole = stopped
+    embedded = []
+    write = vector_files.Parts.write
+    monkeypatch.setattr(vector_files.Parts, "write", lambda self, n, *args: (embedded.append(n), write(self, n, *args)))
+    assert run(folder, "--out", folder / "v.npy") == 0
+    assert embedded == [2, 3, 4]
+    np.testing.assert_array_equal(np.load(folder / "v.npy"), whole)
+
+
+def test_changed_lines_are_embedded_again(stopped):
+    folder, _ = stopped
+    another_first_line(folder)
+    assert run(folder, "--out", folder / "v.npy") == 0
+    assert run(folder, "--out", folder / "changed.npy") == 0
+    np.testing.assert_array_equal(np.load(folder / "v.npy"), np.load(folder / "changed.npy"))
+    ids = json.loads((folder / "v.npy.ids.json").read_text())
+    assert ids == json.loads((folder / "changed.npy.ids.json").read_text())
+
+
+def test_a_finished_output_is_not_made_again(saved, capsys):
+    folder, _, rows = saved
+    assert run(folder, "--out", folder / "v.npy") == 0
+    written = (folder / "v.npy").stat().st_mtime_ns
+    record = json.loads((folder / "v.npy.json").read_text())
+    assert record["documents"] == len(rows)
+    assert record["settings"]["pooling"] == "mean"
+    assert run(folder, "--out", folder / "v.npy") == 0
+    assert (folder / "v.npy").stat().st_mtime_ns == written
+    assert "finished already" in capsys.readouterr().err
+    assert run(folder, "--out", folder / "v.npy", "--overlap", 1) == 2
+    assert "of another model or other settings" in capsys.readouterr().err
+    flip(folder / "v.npy")
+    assert run(folder, "--out", folder / "v.npy") == 2
+    assert "v.npy is damaged or was changed" in capsys.readouterr().err
+    another_first_line(folder)
+    assert run(folder, "--out", folder / "v.npy") == 2
+    assert "docs.jsonl has changed since" in capsys.readouterr().err
+    (folder / "v.npy.json").unlink()
+    assert run(folder, "--out", folder / "v.npy") == 2
+    assert "exists already. Use another name" in capsys.readouterr().err
 
 
 def test_later_lines_may_be_corrected_and_added(saved, monkeypatch, capsys):
@@ -195,6 +258,7 @@ def test_each_format_has_its_own_file_of_ids(saved, capsys):
     assert run(folder, "--out", folder / "v.safetensors") == 0
     assert (folder / "v.npy.ids.json").read_text() == (folder / "v.safetensors.ids.json").read_text()
     (folder / "v.npy").unlink()
+    (folder / "v.npy.json").unlink()
     assert run(folder, "--out", folder / "v.npy") == 2
     assert "v.npy.ids.json exists already" in capsys.readouterr().err
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a JSON lines file in chunks of documents, and continue after the lines that an earlier run has embedded.
+"""Read a JSON lines file in chunks of documents.
 
-A chunk records how many lines and bytes were read up to its end, and a digest of them: a run can continue as long as
-these lines are unchanged. Later lines may be corrected or added.
+A chunk records how many lines and bytes were read up to its end, and a digest of them: so it is known whether the part
+that an earlier run has written of it still belongs to it.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..data.tokenization import check_text
 from ..settings import EmbedSettings
@@ -43,22 +43,15 @@ class Chunk:
         return {name: value for name, value in vars(self).items() if name != "texts"}
 
 
-def read_chunks(source: Path, last: dict[str, Any], settings: EmbedSettings, max_characters: int) -> Iterator[Chunk]:
-    """Yield the documents after those of an earlier run, in chunks.
+def read_chunks(source: Path, settings: EmbedSettings, max_characters: int) -> Iterator[Chunk]:
+    """Yield the documents in chunks. The same lines give the same chunks.
 
     Args:
-        last: the metadata of the last chunk that was embedded.
         max_characters: a chunk ends with the document that reaches this number.
     """
-    number, size, length = last["lines"], last["bytes"], 0
-    chunk = Chunk()
+    number = size = length = 0
+    chunk, digest = Chunk(), blake2b(digest_size=16)
     with source.open("rb") as file:
-        digest = _read_digest(file, size)
-        if size and digest.hexdigest() != last["digest"]:
-            raise ValueError(
-                f"{source} has changed in lines that were embedded already. Use another --out, or delete its .parts "
-                "folder to start again."
-            )
         for raw in file:
             number, size = number + 1, size + len(raw)
             digest.update(raw)
@@ -82,15 +75,6 @@ def read_chunks(source: Path, last: dict[str, Any], settings: EmbedSettings, max
     if chunk.ids or chunk.skipped:
         chunk.lines, chunk.bytes, chunk.digest = number, size, digest.hexdigest()
         yield chunk
-
-
-def _read_digest(file: BinaryIO, size: int) -> Any:
-    """The digest of a file's first `size` bytes; the file is left after them."""
-    digest = blake2b(digest_size=16)
-    while size > 0 and (block := file.read(min(size, 1 << 20))):
-        digest.update(block)
-        size -= len(block)
-    return digest
 
 
 def _parse(raw: bytes, number: int, text_field: str, id_field: str) -> tuple[str, str]:

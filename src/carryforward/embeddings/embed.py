@@ -2,22 +2,29 @@
 """`carryforward embed`: from a JSON lines file to a file of vectors, for corpora larger than memory.
 
 The input is read in chunks. The vectors of a chunk are written as a part, in a folder beside the output, and the parts
-are merged at the end. An interrupted run continues after the last complete part when the same command is run again.
+are merged at the end. When the same command is run again after an interruption, chunks whose part is intact are not
+embedded again. A JSON file beside the output records how it was made.
 """
 
-import shutil
+import dataclasses
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ..models.loading import load_recurrent, version_of
+from ..models.loading import Loaded, load_recurrent, version_of
 from ..settings import EmbedSettings
+from ..utils import console
+from ..utils.digests import damaged_file, digest_files
+from ..utils.files import clear_leftovers, delete_folder, read_sealed_json, write_sealed_json
+from ..utils.locks import LOCK, lock_output
 from ..utils.progress import ProgressBar
-from .document_chunks import CHARACTERS_PER_CHUNK, Chunk, read_chunks
+from ..utils.provenance import provenance
+from .document_chunks import CHARACTERS_PER_CHUNK, read_chunks
 from .encode import check_choices, encode, needs_state
-from .vector_files import FORMATS, ids_file, import_pyarrow, merge_parts, open_parts, write_part
+from .vector_files import FORMATS, Part, Parts, ids_file, import_pyarrow, merge_parts
 
-_SAME = ("pooling", "window", "overlap", "text_field", "id_field")  # settings that all parts of an output share
+_SPEED = ("batch_size", "on_error")  # settings that the vectors do not depend on
 
 
 def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device: str | None = None) -> dict[str, Any]:
@@ -34,9 +41,13 @@ def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device
     """
     output: Any = settings.what
     parts = out.with_name(out.name + ".parts")
-    _check_output(out, parts, output, settings.pooling)
     if not source.is_file():
         raise ValueError(f"{source} does not exist: give a JSON lines file with a {settings.text_field!r} field.")
+    _check_output(out, parts, output, settings.pooling)
+    used = {field: value for field, value in dataclasses.asdict(settings).items() if field not in _SPEED}
+    identity = {"model": name, "version": version_of(name), **used}
+    if out.exists():
+        return _finished(source, out, parts, identity)
     loaded = load_recurrent(name, window=settings.window, device=device)
     if loaded.untrained and needs_state(output, settings.pooling):
         instead = "--what document or tokens" if output == "windows" else "--pooling mean"
@@ -44,28 +55,75 @@ def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device
     kwargs: dict[str, Any] = {"output": output, "use_state": settings.state and not loaded.untrained}
     kwargs |= {field: getattr(settings, field) for field in ("pooling", "overlap", "batch_size")}
     encode(loaded.model, [], loaded.tokenizer, **kwargs)  # raises for bad arguments before a folder is made
-    identity = {"model": name, "fingerprint": version_of(name), "output": output, "use_state": settings.state}
-    done = open_parts(parts, identity | {field: getattr(settings, field) for field in _SAME})
-    last = done[-1] if done else Chunk().metadata()
-    documents = sum(len(part["ids"]) for part in done)
-    skipped = [line for part in done for line in part["skipped"]]
-    chunks = read_chunks(source, last, settings, CHARACTERS_PER_CHUNK[output])
-    with ProgressBar(f"embedding {source.name}", source.stat().st_size, "bytes", done=last["bytes"]) as bar:
-        for number, chunk in enumerate(chunks, start=len(done)):
+    parts.mkdir(exist_ok=True)
+    with lock_output(parts / LOCK, out):
+        if out.exists():  # another process has just written it
+            return _finished(source, out, parts, identity)
+        try:
+            return _embed(loaded, source, out, settings, Parts(parts, identity), kwargs)
+        finally:
+            if parts.is_dir() and not any(parts.glob("part-*")):
+                delete_folder(parts)
+
+
+def _embed(
+    loaded: Loaded, source: Path, out: Path, settings: EmbedSettings, parts: Parts, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Embed what is not embedded yet, merge the parts and record how the output was made."""
+    merged, skipped = list[Part](), list[int]()
+    read = {"bytes": 0, "digest": ""}
+    with ProgressBar(f"embedding {source.name}", source.stat().st_size, "bytes") as bar:
+        for number, chunk in enumerate(read_chunks(source, settings, CHARACTERS_PER_CHUNK[settings.what])):
             skipped += chunk.skipped
+            read = {"bytes": chunk.bytes, "digest": chunk.digest}
             if not chunk.ids:
                 continue  # the last lines of the source, all of them skipped
-            progress = partial(_advance, bar, bar.done, chunk.bytes)
-            vectors = encode(loaded.model, chunk.texts, loaded.tokenizer, progress=progress, **kwargs)
-            write_part(parts / f"part-{number:08d}", vectors, output, chunk.metadata())
-            documents += len(chunk.ids)
+            if not parts.has(number, chunk):
+                progress = partial(_advance, bar, bar.done, chunk.bytes)
+                vectors = encode(loaded.model, chunk.texts, loaded.tokenizer, progress=progress, **kwargs)
+                parts.write(number, chunk, vectors)
+            merged.append((parts.path(number), chunk.ids))
             bar.update(chunk.bytes)
-    if documents:
-        merge_parts(parts, out, documents)
-    shutil.rmtree(parts)
-    if not documents:
+    result = {"documents": sum(len(ids) for _, ids in merged), "skipped": skipped, "out": str(out)}
+    if merged:
+        record = {"kind": "embedding", **provenance(str(loaded.model.device)), "settings": parts.identity}
+        record |= {"source": read, **result}
+        with merge_parts(merged, out) as written:
+            write_sealed_json(record_file(out), {**record, "files": digest_files(written[0].parent, written)})
+    delete_folder(parts.folder)
+    if not merged:
         raise ValueError(f"nothing to embed: {out.name} would be empty.")
-    return {"documents": documents, "skipped": skipped, "out": str(out)}
+    return result
+
+
+def record_file(out: Path) -> Path:
+    """The file beside an output that records how it was made: model, settings, source, versions, digests."""
+    return out.with_name(out.name + ".json")
+
+
+def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """The result of an earlier call that has written the output. Refuses an output of anything else."""
+    refusal = f"--out {out} exists already"
+    if not record_file(out).is_file():
+        raise ValueError(f"{refusal}. Use another name, or delete it.")
+    record = read_sealed_json(record_file(out))
+    if record.get("settings") != identity:
+        raise ValueError(f"{refusal}, of another model or other settings ({record_file(out)}). Use another name.")
+    if record["source"] != _digest_source(source):
+        raise ValueError(f"{refusal}, and {source} has changed since. Use another name, or delete the output.")
+    if (file := damaged_file(out.parent, record["files"])) is not None:
+        raise ValueError(f"{refusal}, and {file} is damaged or was changed. Use another name, or delete the output.")
+    clear_leftovers(out.parent, parts.name)
+    console.note(f"{out} is finished already.")
+    return {name: record[name] for name in ("documents", "skipped", "out")}
+
+
+def _digest_source(source: Path) -> dict[str, Any]:
+    digest = blake2b(digest_size=16)
+    with source.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return {"bytes": file.tell(), "digest": digest.hexdigest()}
 
 
 def _advance(bar: ProgressBar, begin: int, end: int, read: int, total: int | None) -> None:
@@ -80,10 +138,14 @@ def _check_output(out: Path, parts: Path, output: str, pooling: str) -> None:
         raise ValueError(f"--out {out}: the name must end in {', '.join(FORMATS)}.")
     if out.suffix != ".parquet" and output != "document":
         raise ValueError(f"--out {out}: {out.suffix} takes one vector per document; for {output} use .parquet.")
-    if out.exists():
-        raise ValueError(f"--out {out} exists already. Use another name, or delete it.")
-    # with a folder of parts, the ids were written by an interrupted run of the same output
-    if out.suffix != ".parquet" and ids_file(out).exists() and not parts.exists():
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}. Create it first.")
+    for path, kind in ((out, "folder"), (parts, "file")):
+        if path.exists() and path.is_dir() == (kind == "folder"):
+            raise ValueError(f"--out {out}: {path} is a {kind}. Use another name.")
+    # with a record or a folder of parts, the ids were written by an earlier run of the same output
+    own = record_file(out).exists() or parts.exists()
+    if out.suffix != ".parquet" and ids_file(out).exists() and not own:
         raise ValueError(f"--out {out}: {ids_file(out)} exists already. Use another name, or delete it.")
     if out.suffix == ".parquet":
         import_pyarrow()

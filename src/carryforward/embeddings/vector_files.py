@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of vectors: parts of an unfinished output, and the .parquet, .npy or .safetensors file they are merged into.
 
-A part is an .npz file of arrays and a .json file of metadata. The metadata is written last, so a part is complete if
-its .json file exists.
+A part is an .npz file of arrays and a .json file of metadata with a digest of the arrays. The metadata is written last,
+so a part is complete if its .json file exists.
 """
 
 import json
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..utils.files import atomic_write, write_json
+from ..utils.digests import damaged_file, digest_file
+from ..utils.files import atomic_write, clear_leftovers, publish, read_sealed_json, write_sealed_json
+from .document_chunks import Chunk
 from .encode import TokenVectors
+
+logger = logging.getLogger(__name__)
 
 FORMATS = (".parquet", ".npy", ".safetensors")
 Part = tuple[Path, list[str]]  # the .npz file, and the ids of its documents
@@ -34,53 +40,88 @@ def import_pyarrow() -> Any:
     return pyarrow
 
 
-def open_parts(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Create the folder of parts, or open that of an interrupted run with the same settings.
+class Parts:
+    """The folder of an unfinished output's parts. A part is used again if it is intact and its chunk is unchanged.
 
-    Returns:
-        The metadata of the parts in it.
+    Attributes:
+        identity: the model and the settings that all parts share.
     """
-    settings_file = folder / "settings.json"
-    metadata = [json.loads(path.read_text()) for path in _metadata_files(folder)]
-    if metadata and json.loads(settings_file.read_text()) != settings:
-        raise ValueError(f"{folder} was begun with another model or other settings. Delete it, or use another --out.")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(settings_file, settings)
-    return metadata
+
+    def __init__(self, folder: Path, identity: dict[str, Any]):
+        """Open the folder; raise ValueError if it belongs to another model or to other settings."""
+        self.folder, self.identity = folder, json.loads(json.dumps(identity))
+        clear_leftovers(folder)
+        settings = self._read("settings.json")
+        if settings == self.identity:
+            return
+        if settings is not None and any(folder.glob("part-*.json")):
+            raise ValueError(
+                f"{folder} was begun with another model or other settings. Delete it, or use another --out."
+            )
+        for path in folder.glob("part-*"):  # nothing tells what they were made with
+            path.unlink()
+        write_sealed_json(folder / "settings.json", self.identity)
+
+    def has(self, number: int, chunk: Chunk) -> bool:
+        """Whether the part of a chunk is there and intact."""
+        metadata = self._read(f"part-{number:08d}.json")
+        if metadata is None:
+            return False
+        digest = metadata.pop("vectors", "")
+        if metadata != chunk.metadata():
+            return False  # its lines have changed
+        intact = damaged_file(self.folder, {self.path(number).name: digest}) is None
+        if not intact:
+            logger.warning("%s is missing or damaged and is made again.", self.path(number))
+        return intact
+
+    def write(self, number: int, chunk: Chunk, vectors: Any) -> None:
+        """Write what `encode` returned for a chunk: the arrays first, and the metadata when they are complete."""
+        path = self.path(number)
+        with atomic_write(path) as temporary:
+            np.savez(temporary, **_arrays(vectors))  # type: ignore[arg-type]
+        write_sealed_json(path.with_suffix(".json"), {**chunk.metadata(), "vectors": digest_file(path)})
+
+    def path(self, number: int) -> Path:
+        """The .npz file of a part."""
+        return self.folder / f"part-{number:08d}.npz"
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        """A JSON file of the folder; None if it is missing or damaged."""
+        try:
+            return read_sealed_json(self.folder / name)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            logger.warning("%s It is made again.", error)
+            return None
 
 
-def _metadata_files(folder: Path) -> list[Path]:
-    """One file for each complete part, in order."""
-    return sorted(folder.glob("part-*.json"))
+def _arrays(vectors: Any) -> dict[str, np.ndarray]:
+    """The arrays of a part, by name, from what `encode` returned."""
+    if isinstance(vectors, np.ndarray):
+        return {"vectors": vectors}
+    rows = [row.vectors if isinstance(row, TokenVectors) else row for row in vectors]
+    arrays = {f"vectors-{i}": row for i, row in enumerate(rows)}
+    return arrays | {f"offsets-{i}": row.offsets for i, row in enumerate(vectors) if isinstance(row, TokenVectors)}
 
 
-def write_part(path: Path, vectors: Any, output: str, metadata: dict[str, Any]) -> None:
-    """Write a part.
-
-    Args:
-        path: without a suffix.
-        vectors: what `encode` returns for `output`.
-    """
-    if output == "document":
-        arrays = {"vectors": vectors}
-    else:
-        rows = [row.vectors if isinstance(row, TokenVectors) else row for row in vectors]
-        arrays = {f"vectors-{i}": row for i, row in enumerate(rows)}
-        arrays |= {f"offsets-{i}": row.offsets for i, row in enumerate(vectors) if isinstance(row, TokenVectors)}
-    with atomic_write(path.with_suffix(".npz")) as temporary:
-        np.savez(temporary, **arrays)
-    write_json(path.with_suffix(".json"), metadata)
-
-
-def merge_parts(folder: Path, out: Path, documents: int) -> None:
-    """Write all parts as one file, with one part in memory at a time."""
-    parts = [(path.with_suffix(".npz"), json.loads(path.read_text())["ids"]) for path in _metadata_files(folder)]
+@contextmanager
+def merge_parts(parts: list[Part], out: Path) -> Iterator[list[Path]]:
+    """Write all parts as one file, with one part in memory at a time. Yields the files that were written, before they
+    appear at their places."""
+    ids = [document_id for _, part_ids in parts for document_id in part_ids]
     with atomic_write(out) as temporary:
+        written = [temporary]
         if out.suffix == ".parquet":
             _write_parquet(parts, temporary)
         else:
-            _write_array(parts, temporary, documents, out.suffix)
-            write_json(ids_file(out), [document_id for _, ids in parts for document_id in ids])
+            _write_array(parts, temporary, len(ids), out.suffix)
+            written.append(temporary.with_name(ids_file(out).name))
+            written[1].write_text(json.dumps(ids, indent=1) + "\n")
+        yield written
+        for path in written[1:]:
+            publish(path, out.with_name(path.name))
 
 
 def _write_parquet(parts: list[Part], path: Path) -> None:

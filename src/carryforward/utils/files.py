@@ -25,6 +25,7 @@ from typing import Any
 
 from .locks import LOCK, try_lock
 
+_SEAL = "sha256"  # the key of a JSON file's own digest
 _MAX_STEM = 100  # characters of the readable part of a result's file name
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|ready|moving|deleted)")
 SAVING = ".saving"  # where a training run writes a checkpoint: all processes of the run must find it
@@ -54,7 +55,7 @@ def write_json(path: str | os.PathLike, content: Any) -> None:
 
 def write_sealed_json(path: str | os.PathLike, content: dict[str, Any]) -> None:
     """Write a JSON object atomically, with a digest of its content."""
-    write_json(path, {**content, "digest": _json_digest(content)})
+    write_json(path, {**content, _SEAL: _json_digest(content)})
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged (it is no JSON object).")
-    digest = content.pop("digest", None)
+    digest = content.pop(_SEAL, None)
     if digest is not None and digest != _json_digest(content):
         raise ValueError(f"{path} is damaged (its content does not match its digest).")
     return content
