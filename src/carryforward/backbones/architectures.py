@@ -69,28 +69,31 @@ class Architecture:
         """Whether the base model has token types, to tell a question's tokens from the document's."""
         return getattr(config, "type_vocab_size", 0) > 1
 
-    def rerotate(self, backbone: Any, keys: Tensor, distance: int | Tensor, window: int) -> Tensor:
+    def rerotate(self, backbone: Any, kv: Tensor, distance: int | Tensor, window: int) -> Tensor:
         """Re-rotate the RoPE keys of all layers, as if they stood `distance` positions further back.
 
         Args:
-            keys: [B, L, heads, n, d].
+            kv: keys and values, [B, L, 2, heads, n, d]. Values are returned as they are: rotated by zero, since two
+                branches for keys and values make a kernel that torch's compiler gets wrong (see benchmarks/NOTES.md).
             distance: one for all rows, or one a row, [B, 1].
             window: tokens of a window: some models rotate long texts differently.
         """
         config, rotations = backbone.config, {}
-        types = config.layer_types if self.rotary_by_type else [None] * keys.shape[1]
-        back = torch.full((1, 1), distance, device=keys.device) if isinstance(distance, int) else distance
-        back = back.to(keys.device)
+        types = config.layer_types if self.rotary_by_type else [None] * kv.shape[1]
+        back = torch.full((1, 1), distance, device=kv.device) if isinstance(distance, int) else distance
+        back = back.to(kv.device)
         # position 0, the new position, and the last one of a window, by which some models choose their frequencies
         positions = torch.cat([torch.zeros_like(back), -back, torch.full_like(back, window - 1)], dim=1)
         for layer_type in set(types):
-            cos, sin = backbone.rotary_emb(keys.float(), positions, *([layer_type] if self.rotary_by_type else []))
+            cos, sin = backbone.rotary_emb(kv.float(), positions, *([layer_type] if self.rotary_by_type else []))
             rotations[layer_type] = cos[:, 1] / cos[:, 0], sin[:, 1] / cos[:, 0]  # some models scale both
-        cos, sin = (torch.stack([rotations[one][i] for one in types], dim=1)[:, :, None, None] for i in (0, 1))
-        rotary, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]  # some models rotate a part only
+        cos, sin = (torch.stack([rotations[one][i] for one in types], dim=1) for i in (0, 1))  # [1 or B, L, d]
+        cos, sin = torch.stack([cos, torch.ones_like(cos)], dim=2), torch.stack([sin, torch.zeros_like(sin)], dim=2)
+        cos, sin = cos[:, :, :, None, None], sin[:, :, :, None, None]
+        rotary, rest = kv[..., : cos.shape[-1]], kv[..., cos.shape[-1] :]  # some models rotate a part only
         half = rotary.shape[-1] // 2
         swapped = torch.cat([-rotary[..., half:], rotary[..., :half]], dim=-1)
-        return torch.cat([(rotary * cos + swapped * sin).to(keys.dtype), rest], dim=-1)
+        return torch.cat([(rotary * cos + swapped * sin).to(kv.dtype), rest], dim=-1)
 
     def cache_masks(self, config: Any, positions: Tensor, keys: int) -> Any:
         """Attention masks for queries at `positions` [B, n] of a window over the first `keys` places of a cache.

@@ -40,6 +40,7 @@ class GraphCache:
 
     def __init__(self, path: FastPath = "auto") -> None:
         self.path: FastPath = path
+        self._compiler_failed = False  # its result was wrong: it is not asked again
         self._clear()
 
     def __reduce__(self) -> tuple:
@@ -127,16 +128,17 @@ class GraphCache:
         at_once = self.path == "compiled" and window.ids.numel() == self._largest
         common = at_once or self._seen[shape] > max(MIN_COUNT_TO_COMPILE, self._replays // 20)
         graph = self._find(session, key, window)
-        if graph is not None and self._compiles and common and not graph.compiled and graph.matches(window):
+        compiles = self._compiles and not self._compiler_failed and common
+        if graph is not None and compiles and not graph.compiled and graph.matches(window):
             self._drop(session, key, graph)
-            graph = self._capture(session, key, window, with_gradients, True)
+            graph = self._capture(session, key, window, state, with_gradients, True)
         if graph is None:
             # Documents that end leave fewer and fewer rows, and one graph serves many sizes. But buffers for windows
             # that gradients flow through are few.
             similar = shape if with_gradients else (*key, window.mask is None, window.spans)
             self._misses[similar] += 1
             if at_once or self._misses[similar] > CAPTURE_AFTER:
-                graph = self._capture(session, key, window, with_gradients, self._compiles and common)
+                graph = self._capture(session, key, window, state, with_gradients, self._compiles and common)
                 if not with_gradients:
                     self._misses[similar] = 0
         if graph is None:
@@ -191,6 +193,25 @@ class GraphCache:
             self._accumulator.reset_pool()
 
     def _capture(
+        self,
+        session: "GraphSession",
+        key: tuple,
+        window: WindowInputs,
+        state: Tensor,
+        with_gradients: bool,
+        compiles: bool,
+    ) -> "CapturedForward | None":
+        """Capture a window, with compiled layers if `compiles`. What the compiler made is used only if it computes the
+        same as the eager model: compilers have bugs too."""
+        graph = self._try_capture(session, key, window, with_gradients, compiles and not self._compiler_failed)
+        if graph is None or not graph.compiled or session.agrees(graph, window, state):
+            return graph
+        logger.warning_once("The compiler's result differs from the model's own: windows run without it.")
+        self._compiler_failed = True
+        self._drop(session, key, graph)
+        return self._try_capture(session, key, window, with_gradients, False)
+
+    def _try_capture(
         self, session: "GraphSession", key: tuple, window: WindowInputs, with_gradients: bool, compiles: bool
     ) -> "CapturedForward | None":
         budget, model = session.budget, session.model
@@ -236,6 +257,17 @@ class GraphSession:
             return self.eager(window, state)
         return self.cache.run(self, window, state)
 
+    @torch.no_grad()
+    def agrees(self, graph: CapturedForward, window: WindowInputs, state: Tensor) -> bool:
+        """Whether a graph computes what the eager model does, to within a compiler's rounding."""
+        devices = [window.ids.device] if window.ids.is_cuda else []
+        results = []
+        for run in (lambda: graph(window, state, False), lambda: self.eager(window, state)):
+            with torch.random.fork_rng(devices):  # the same random numbers
+                outputs, states = run()
+            results.append([*outputs, *states])
+        return all(_is_close(x, expected, window) for x, expected in zip(*results, strict=True))
+
     def accumulated_gradients(self) -> list[Tensor | None]:
         """Parameter gradients that this call's graphs have accumulated."""
         return self.accumulator.take()
@@ -250,6 +282,16 @@ def _signature(model: WindowModel, modules: Sequence[nn.Module], weights: Sequen
         names = ("p", "_disable_adapters", "_active_adapter")
         signature.append(tuple(str(module.__dict__[name]) for name in names if name in module.__dict__))
     return signature
+
+
+def _is_close(x: Tensor, expected: Tensor, window: WindowInputs) -> bool:
+    """Whether two results are the same to 5 %: far more than rounding, and far less than what a wrong kernel does."""
+    x, expected = (torch.nan_to_num(one.detach().float()) for one in (x, expected))
+    mask = None if window.mask is None else window.mask[:, window.start :]
+    if mask is not None and x.ndim > 1 and x.shape[:2] == mask.shape:  # padding may hold anything
+        visible = mask.bool().reshape(*mask.shape, *[1] * (x.ndim - 2))
+        x, expected = x * visible, expected * visible
+    return bool((x - expected).norm() <= 0.05 * expected.norm() + 1e-3)
 
 
 def first_line(error: Exception) -> str:

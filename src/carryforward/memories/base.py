@@ -176,7 +176,7 @@ class WindowRecord:
     Attributes:
         layer_outputs: the outputs of layers 1 to L, each [B, T, k].
         window_kv: the keys and values of layers 1 to L, if a memory records them.
-        rerotate: re-rotates rotary keys.
+        rerotate: re-rotates the keys of rotary keys and values, [B, L, 2, heads, n, d].
         prefix_lengths: [B, 1] where rows have prefixes of their own.
     """
 

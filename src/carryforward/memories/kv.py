@@ -192,8 +192,7 @@ class KVMemory(Memory):
         pairs = torch.stack(tensors, dim=1).unflatten(1, (-1, 2))
         position = begin + behind
         if self.position_offsets is None:
-            keys, values = pairs.to(self.like.dtype).unbind(2)
-            return torch.stack([record.rerotate(keys, position - to), values], dim=2)
+            return record.rerotate(pairs.to(self.like.dtype), position - to)
         there, here = (_select(self.position_offsets, at, count) for at in (to, position))
         return (pairs + (there - here)).to(self.like.dtype)
 

@@ -232,9 +232,9 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         return self.base(input_ids=ids, use_cache=False).logits.sum() * 0
 
-    def rerotate(self, keys: Tensor, distance: int | Tensor) -> Tensor:
+    def rerotate(self, kv: Tensor, distance: int | Tensor) -> Tensor:
         """Re-rotate keys as if they stood `distance` positions further back; see `Architecture.rerotate`."""
-        return self.config.architecture.rerotate(self.backbone, keys, distance, self.config.recurrence.window)
+        return self.config.architecture.rerotate(self.backbone, kv, distance, self.config.recurrence.window)
 
     # --- state, vocabulary, speed --------------------------------------------------------------------------------
 

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler made is used only if it computes the same as the model itself."""
+
+import contextlib
+
+import pytest
+from helpers.fast_path import assert_same_answers, model_pair, qa_pair, qa_step, step
+from torch.testing import assert_close
+
+from carryforward.engine import graph_cache
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler that makes memories return their state times a factor. The list of how often it was used."""
+    used, factor = [], [1.0]
+
+    @contextlib.contextmanager
+    def compiled_layers(model):
+        used.append(model)
+        forward = model.memory.forward
+        model.memory.forward = lambda *args, **kwargs: forward(*args, **kwargs) * factor[0]
+        yield
+        del model.memory.forward
+
+    monkeypatch.setattr(graph_cache, "compiled_layers", compiled_layers)
+    return used, factor
+
+
+def test_a_wrong_compilation_is_found_and_not_used(captures, compiler, caplog):
+    used, factor = compiler
+    factor[0] = 1.5
+    for pair, run in ((model_pair, step), (qa_pair, qa_step)):
+        plain, fast = pair("bert" if pair is qa_pair else "llama", training=True, slots=0, recent=3, window=14)
+        fast.fast_path = "compiled"
+        used.clear()
+        for seed in range(3):
+            expected, out = (run(model, seed=seed)[0] for model in (plain, fast))
+            if pair is qa_pair:
+                assert_same_answers(out, expected)
+            else:
+                assert_close(out.loss, expected.loss)
+        assert fast.graph_cache._compiler_failed
+        graphs = [graph for graphs in fast.graph_cache._graphs.values() for graph in graphs]
+        compiled = [graph for graph in graphs if graph.compiled]
+        assert len(used) == len(compiled) + 1, "after it has failed once, it is not tried again"
+        assert len(compiled) < len(graphs), "windows are captured without it"
+        assert not any(graph.states for graph in compiled), "what it gets right, windows that pass nothing on, is used"
+
+
+def test_a_right_compilation_is_used(captures, compiler):
+    _, factor = compiler
+    factor[0] = 1 + 1e-6
+    _, fast = model_pair("llama", training=True, slots=0, recent=3, sinks=1)
+    fast.fast_path = "compiled"
+    for seed in range(3):
+        step(fast, seed=seed)
+    assert any(graph.compiled for graphs in fast.graph_cache._graphs.values() for graph in graphs)
