@@ -17,10 +17,15 @@ Entry = TypeVar("Entry")
 
 def cache_root(cache: Path | str | None) -> Path:
     """Return the cache folder: `cache`, `$CARRYFORWARD_CACHE`, or `carryforward` in the user's cache folder."""
+    if cache == "":
+        raise ValueError("cache='' is empty: give a folder, or leave it out for the user's cache folder.")
     folder = cache or os.environ.get("CARRYFORWARD_CACHE")
     if not folder:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "carryforward")
-    return Path(folder).expanduser().absolute()
+    try:
+        return Path(folder).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: there is no such home folder. Set CARRYFORWARD_CACHE to a folder.") from error
 
 
 def open_or_create(
