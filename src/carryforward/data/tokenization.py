@@ -73,7 +73,7 @@ class Encoder:
         """Encode each text, without special tokens."""
         short = iter(self._encode_short([text for text in texts if not self._is_long(text)]))
         for text in texts:
-            yield join_parts(list(self.encode_parts(text))) if self._is_long(text) else next(short)
+            yield _join_parts(list(self.encode_parts(text))) if self._is_long(text) else next(short)
 
     def encode_parts(self, text: str) -> Iterator[Encoded]:
         """Yield a text as one part or, if it is long, as consecutive parts whose counts add up to the text's."""
@@ -149,7 +149,7 @@ class Encoder:
         return Encoded(tokens, *count_text(text, start, stop))
 
 
-def join_parts(parts: Sequence[Encoded]) -> Encoded:
+def _join_parts(parts: Sequence[Encoded]) -> Encoded:
     """Return consecutive parts of a text as one."""
     counts = zip(*((part.words, part.bytes, part.line_ends) for part in parts), strict=True)
     return Encoded(np.concatenate([part.ids for part in parts]), *map(sum, counts))
