@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 from helpers.corpora import PROSE, Characters, byte_level_tokenizer, corpus_of, write
+from helpers.fast_tokenizers import hard_text, huggingface_tokenizer
 
-from carryforward.data import documents
+from carryforward.data import documents, tokenization
 from carryforward.data.documents import Documents, load_documents, tokenise
 from carryforward.data.texts import Corpus, Text
 from carryforward.utils import progress
@@ -123,6 +124,25 @@ def test_tokenising_streams_and_reports(tokenizer, tmp_path, monkeypatch, fast, 
     made = tokenise(corpus, used, cache=tmp_path, progress=lambda done, total: seen.append((len(given), done, total)))
     assert seen == expected
     assert [used.decode(tokens) for tokens in made] == given
+
+
+def test_a_long_document_is_written_and_reported_part_by_part(tmp_path, monkeypatch):
+    tokenizer = huggingface_tokenizer("gpt2")
+    strings = ["short", hard_text(5, 5000), "b", hard_text(6, 4000)]
+    expected = tokenise(corpus_of(*strings), tokenizer, cache=tmp_path / "whole")
+    monkeypatch.setattr(tokenization, "SIZE", 256)
+    monkeypatch.setattr(tokenization, "OVERLAP", 64)
+    monkeypatch.setattr(documents, "_ALONE", 1000)
+    seen, size = [], sum(len(text.encode()) for text in strings)
+    made = tokenise(
+        corpus_of(*strings, size=size), tokenizer, cache=tmp_path, progress=lambda done, total: seen.append(done)
+    )
+    assert [ids.tolist() for ids in made] == [ids.tolist() for ids in expected]
+    assert made.about() == expected.about()
+    assert made.names == expected.names
+    assert seen == sorted(seen)
+    assert seen[-1] == size
+    assert len(seen) > 20, "several times within a document"
 
 
 def test_a_bar_on_a_terminal(tokenizer, tmp_path, monkeypatch, capsys):

@@ -10,17 +10,22 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ..utils.files import delete_folder, staging_folder
+from ..utils.files import delete_folder, publish, staging_folder
 
 Entry = TypeVar("Entry")
 
 
 def cache_root(cache: Path | str | None) -> Path:
     """Return the cache folder: `cache`, `$CARRYFORWARD_CACHE`, or `carryforward` in the user's cache folder."""
+    if cache == "":
+        raise ValueError("cache='' is empty: give a folder, or leave it out for the user's cache folder.")
     folder = cache or os.environ.get("CARRYFORWARD_CACHE")
     if not folder:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "carryforward")
-    return Path(folder).expanduser().absolute()
+    try:
+        return Path(folder).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: there is no such home folder. Set CARRYFORWARD_CACHE to a folder.") from error
 
 
 def open_or_create(
@@ -45,7 +50,7 @@ def open_or_create(
         write_entry(staging)
         for _ in range(10):
             with suppress(OSError):  # the folder exists: it is damaged, or another process has just created it
-                staging.rename(folder)
+                publish(staging, folder)
             if (entry := open_entry(folder)) is not None:
                 return entry
             with suppress(OSError):  # another process has just deleted it

@@ -4,35 +4,42 @@
 The name of a cache entry is a digest of everything its content depends on, so an entry is never out of date. Besides
 its tokens, a document has the counts of words, bytes and line ends of exactly the text that its tokens cover:
 perplexity per word and bits per byte are computed from them.
+
+An entry records the digests of its files and of its record itself, which are checked whenever it is opened: an entry
+that is damaged in any way is made again.
 """
 
 import errno
+import hashlib
 import json
 import logging
-import zipfile
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, BinaryIO, overload
 
 import numpy as np
 
+from ..utils.digests import damaged_file, digest_files
 from ..utils.progress import ProgressBar, ProgressCallback
 from .cache import cache_root, open_or_create
 from .corpora import open_corpus
-from .texts import Corpus, Text
-from .tokenization import Encoded, Encoder, dtype_for
+from .texts import Corpus, Text, count_text
+from .tokenization import Encoded, Encoder, batches, dtype_for
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # version of the cache's format; entries of other versions are not used
+_FORMAT = 2  # version of the cache's format; entries of other versions are not used
 _BATCH = 500_000  # characters that a thread tokenises at once: many short texts, or a book
 _AHEAD = 1_000_000  # characters read ahead for each thread but one, so that no thread waits for a long book
+_ALONE = 10_000_000  # characters of a text that is tokenised on its own and written as it is tokenised
 _COUNTS = ("lengths", "words", "bytes", "line_ends")
+
+_Batch = list[tuple[Text, Iterable[Encoded]]]  # texts and the parts of their tokens
 
 
 class Documents(Sequence[np.ndarray]):
@@ -173,34 +180,34 @@ def _write_entry(
     label = f"{corpus.name} ({corpus.split})"
     bar = ProgressBar(f"tokenising {label}", corpus.size, "bytes", library=True, callback=progress)
     try:
-        with bar, (folder / "tokens.bin").open("wb") as file, closing(_encode(corpus, encoder)) as batches:
-            for batch in batches:
-                for text, encoded in batch:
-                    done += len(text.text.encode())
-                    if not len(encoded.ids):
+        with bar, (folder / "tokens.bin").open("wb") as file, closing(_encode(corpus, encoder)) as encoded:
+            for batch in encoded:
+                for text, parts in batch:
+                    counts = _write_parts(file, parts, bar)
+                    done += count_text(text.text)[1] if encoder.max_tokens else counts["bytes"]
+                    if not counts["lengths"]:
                         skipped += 1
                         continue
-                    file.write(encoded.ids.tobytes())  # not `tofile`: its errors do not tell that the disk is full
                     names.append(text.name)
-                    columns["lengths"].append(len(encoded.ids))
-                    for count in _COUNTS[1:]:
-                        columns[count].append(getattr(encoded, count))
+                    for count in _COUNTS:
+                        columns[count].append(counts[count])
                 bar.update(done)
         index: dict[str, Any] = {count: np.array(values, np.int64) for count, values in columns.items()}
         np.savez(folder / "index.npz", **index)
         (folder / "names.json").write_text(json.dumps(names), encoding="utf-8")
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         meta |= {"documents": len(names), "tokens": sum(columns["lengths"]), "left_out": skipped}
-        meta |= {"dtype": encoder.dtype.name, "sizes": sizes}
+        meta |= {"dtype": encoder.dtype.name, "digests": digest_files(folder, sorted(folder.iterdir()))}
+        meta["digest"] = _digest(meta)
         (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
+        reason = "A file may not be so large" if error.errno == errno.EFBIG else "The disk is full"
         written = sum(columns["lengths"]) * encoder.dtype.itemsize
         share = min(1.0, done / corpus.size) if corpus.size else 0
         needed = f"about {max(written / share / 1e6, 1):,.0f} MB" if written and share else "more than is free"
         raise OSError(
-            f"The disk is full: the tokens of {label} need {needed} in {folder.parent}. Free some space, or set "
+            f"{reason}: the tokens of {label} need {needed} in {folder.parent}. Free some space, or set "
             "CARRYFORWARD_CACHE to a folder on another disk."
         ) from error
     if skipped:
@@ -209,64 +216,76 @@ def _write_entry(
         raise ValueError(f"{corpus.source or corpus.name}, split {corpus.split!r}: no document has a token.")
 
 
-def _encode(corpus: Iterable[Text], encoder: Encoder) -> Generator[list[tuple[Text, Encoded]], None, None]:
+def _write_parts(file: BinaryIO, parts: Iterable[Encoded], bar: ProgressBar) -> dict[str, int]:
+    """Write the parts of a document and return its counts. Between two parts, the bar is updated."""
+    counts, done = dict.fromkeys(_COUNTS, 0), bar.done
+    for i, part in enumerate(parts):
+        if i:
+            bar.update(done + counts["bytes"])
+        file.write(part.ids.tobytes())  # not `tofile`: its errors do not tell that the disk is full
+        counts["lengths"] += len(part.ids)
+        for count in _COUNTS[1:]:
+            counts[count] += getattr(part, count)
+    return counts
+
+
+def _encode(corpus: Iterable[Text], encoder: Encoder) -> Generator[_Batch, None, None]:
     """Yield batches of texts with their tokens, in order. Several threads work on several batches: within one batch,
     cores would wait for its longest text. `_AHEAD` characters per thread plus one batch are in memory, at some 100
-    bytes per character: 3 GB with 16 cores."""
+    bytes per character: 3 GB with 16 cores. A text of more than `_ALONE` characters is a batch of its own, whose
+    parts are tokenised when they are iterated over."""
 
-    def encode(batch: list[Text]) -> list[tuple[Text, Encoded]]:
-        return list(zip(batch, encoder.encode([text.text for text in batch]), strict=True))
+    def encode(batch: list[Text]) -> _Batch:
+        return [(text, [encoded]) for text, encoded in zip(batch, encoder.encode([t.text for t in batch]), strict=True)]
 
     pool = ThreadPoolExecutor(encoder.threads)
-    pending, characters = deque[tuple[int, Future[list[tuple[Text, Encoded]]]]](), 0
+    pending, characters = deque[tuple[int, Future[_Batch]]](), 0
     try:
-        for batch, size in _batches(corpus):
-            pending.append((size, pool.submit(encode, batch)))
-            characters += size
-            while characters > _AHEAD * (encoder.threads - 1):
-                size, future = pending.popleft()
-                characters -= size
+        for batch in batches(corpus, lambda text: len(text.text), full=_BATCH, alone=_ALONE):
+            size = sum(len(text.text) for text in batch)
+            alone = size > _ALONE
+            if not alone:
+                pending.append((size, pool.submit(encode, batch)))
+                characters += size
+            while pending and (alone or characters > _AHEAD * (encoder.threads - 1)):
+                done, future = pending.popleft()
+                characters -= done
                 yield future.result()
+            if alone:
+                yield [(text, encoder.encode_parts(text.text)) for text in batch]
         while pending:
             yield pending.popleft()[1].result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(corpus: Iterable[Text]) -> Iterator[tuple[list[Text], int]]:
-    """Yield batches of at least `_BATCH` characters (the last one may be smaller), and their number of characters."""
-    batch, characters = list[Text](), 0
-    for text in corpus:
-        batch.append(text)
-        characters += len(text.text)
-        if characters >= _BATCH:
-            yield batch, characters
-            batch, characters = [], 0
-    if batch:
-        yield batch, characters
-
-
 def _open_entry(folder: Path) -> Documents | None:
     """Return the documents in a cache folder, or None if it does not exist or is damaged."""
-    if not folder.is_dir():
-        return None
     try:
+        if not folder.is_dir():
+            return None
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        for file, size in meta["sizes"].items():
-            if (folder / file).stat().st_size != size:
-                raise ValueError(f"{file} does not have the size that was written")
+        if not isinstance(meta, dict) or meta.pop("digest", None) != _digest(meta):
+            raise ValueError("meta.json is not as it was written")
+        if damaged := damaged_file(folder, meta["digests"]):
+            raise ValueError(f"{damaged} is not as it was written")
         with np.load(folder / "index.npz") as index:
             counts = {count: index[count] for count in _COUNTS}
         names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["tokens"],))
         if not meta["documents"] == len(names) == len(counts["lengths"]) or counts["lengths"].sum() != len(tokens):
             raise ValueError("its files do not match")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        if tokens.dtype not in (np.uint16, np.uint32):
+            raise ValueError(f"its tokens are of type {tokens.dtype}")
+        about = {name: meta[name] for name in ("name", "split", "key", "max_tokens")}
+        return Documents(tokens, _starts(counts["lengths"]), counts, names, **about)
+    except Exception as error:  # whatever is wrong with it, the entry can be made again
         logger.warning("%s is damaged (%s) and is created again.", folder, error)
         return None
-    starts = _starts(counts["lengths"])
-    about = {name: meta[name] for name in ("name", "split", "key", "max_tokens")}
-    return Documents(tokens, starts, counts, names, **about)
+
+
+def _digest(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

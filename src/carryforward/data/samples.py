@@ -117,8 +117,8 @@ def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def pad(rows: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return token ids of different lengths as a right-padded batch with its `attention_mask`."""
-    ids = pad_sequence(list(rows), batch_first=True)
+    """Return token ids of different lengths and any integer type as a right-padded batch with its `attention_mask`."""
+    ids = pad_sequence(list(rows), batch_first=True).long()
     lengths = torch.tensor([len(row) for row in rows])
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 

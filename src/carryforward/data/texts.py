@@ -18,6 +18,8 @@ from pathlib import Path
 _TITLE = re.compile(r"= (?!=)(.+)(?<!=) =")  # one "=" on each side; the title may contain others
 SPLITS = ("train", "validation", "test")
 _BLOCK = 1 << 20
+_COUNTED = 1 << 16  # characters whose words are counted at once
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Corpus:
     def __iter__(self) -> Iterator[Text]:
         blank = True
         for text in self.texts():
-            blank = blank and not text.text.strip()
+            blank = blank and (not text.text or text.text.isspace())
             yield text
         if blank:
             raise ValueError(
@@ -142,11 +144,38 @@ def get_text(row: dict, field: str, where: str) -> str:
     text = row[field]
     if not isinstance(text, str):
         raise ValueError(f"{where}: text_field={field!r} must be a string, not {type(text).__name__}.")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: half a surrogate pair at character {error.start} of {field!r}; fix it.") from error
+    if (index := find_surrogate(text)) is not None:
+        raise ValueError(f"{where}: half a surrogate pair at character {index} of {field!r}; fix it.")
     return text
+
+
+def find_surrogate(text: str) -> int | None:
+    """Return the index of the first half of a surrogate pair, which cannot be encoded as UTF-8; None if there is none.
+
+    JSON may contain them, where texts were truncated in the middle of a character.
+    """
+    match = None if text.isascii() else _SURROGATE.search(text)
+    return match and match.start()
+
+
+def count_text(text: str, start: int = 0, stop: int | None = None) -> tuple[int, int, int]:
+    """Return the number of words that begin in text[start:stop], as `str.split` separates them, of its UTF-8 bytes and
+    of its line ends. It is counted in blocks: a list of all words of a long text would take several times its memory.
+
+    >>> text = "one two\\n"
+    >>> count_text(text), count_text(text, 0, 2), count_text(text, 2)
+    ((2, 8, 1), (1, 2, 0), (1, 6, 1))
+    """
+    words = size = line_ends = 0
+    stop = len(text) if stop is None else stop
+    for begin in range(start, stop, _COUNTED):
+        block = text[begin : min(begin + _COUNTED, stop)]
+        words += len(block.split())
+        if begin and not block[0].isspace() and not text[begin - 1].isspace():
+            words -= 1  # the word began before the block
+        size += len(block) if block.isascii() else len(block.encode())
+        line_ends += block.count("\n")
+    return words, size, line_ends
 
 
 def split_articles(lines: Iterable[str]) -> Iterator[Text]:
