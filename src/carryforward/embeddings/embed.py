@@ -14,7 +14,7 @@ from ..models.loading import load_recurrent, version_of
 from ..settings import EmbedSettings
 from ..utils.progress import ProgressBar
 from .document_chunks import CHARACTERS_PER_CHUNK, Chunk, read_chunks
-from .encode import check_choices, encode, needs_state
+from .encode import check_choices, encode
 from .vector_files import FORMATS, ids_file, import_pyarrow, merge_parts, open_parts, write_part
 
 _SAME = ("pooling", "window", "overlap", "text_field", "id_field")  # settings that all parts of an output share
@@ -38,9 +38,6 @@ def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device
     if not source.is_file():
         raise ValueError(f"{source} does not exist: give a JSON lines file with a {settings.text_field!r} field.")
     loaded = load_recurrent(name, window=settings.window, device=device)
-    if loaded.untrained and needs_state(output, settings.pooling):
-        instead = "--what document or tokens" if output == "windows" else "--pooling mean"
-        raise ValueError(f"{name} is a plain model: its recurrence is untrained, so it has no state. Use {instead}.")
     kwargs: dict[str, Any] = {"output": output, "use_state": settings.state and not loaded.untrained}
     kwargs |= {field: getattr(settings, field) for field in ("pooling", "overlap", "batch_size")}
     encode(loaded.model, [], loaded.tokenizer, **kwargs)  # raises for bad arguments before a folder is made

@@ -82,6 +82,10 @@ class VectorMemoryConfig(MemoryConfig):
     def default_window(self, usable: int) -> int:
         return min(PAPER_WINDOW, usable)
 
+    @property
+    def needs_training(self) -> bool:
+        return not self.residual
+
     def check_base(self, base: PreTrainedConfig) -> None:
         depth, layers = base.num_hidden_layers, self.insertion_layers(base.num_hidden_layers)
         if not layers:

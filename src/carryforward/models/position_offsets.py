@@ -18,8 +18,10 @@ from transformers.utils import logging
 from ..backbones import attention
 from ..backbones.hooks import HookContext
 from ..data.documents import load_documents
+from ..data.tokenization import check_tokenizer
 from ..memories.kv import KVMemory, KVMemoryConfig
 from ..settings import PYTHON_DOCS
+from ..utils.checks import check_callable, check_count
 from ..utils.peft import get_recurrent_model
 from ..utils.progress import ProgressBar, ProgressCallback
 from . import argument_checks
@@ -41,7 +43,9 @@ def built_in_documents(model: RecurrentPreTrainedModel, tokenizer: Any = None) -
     """Token ids of the built-in text, with a model's own tokenizer: the one given, or the one saved beside it."""
     name = model.base.name_or_path
     try:
-        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(name) if name else None
+        if tokenizer is None and name:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            check_tokenizer(tokenizer, model._vocabulary)  # of a folder without one, transformers makes an empty one
     except (OSError, ValueError):
         tokenizer = None
     if tokenizer is None:
@@ -77,8 +81,8 @@ def measure_position_offsets(
     model = get_recurrent_model(model)
     if not isinstance(model, RecurrentPreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}: add recurrence first (add_recurrence(model)).")
-    if rows < 1:
-        raise ValueError(f"rows={rows} must be at least 1.")
+    check_count("rows", rows)
+    check_callable("progress", progress, optional=True)
     memory = model.memory.get(KVMemoryConfig.kind)
     if not isinstance(memory, KVMemory) or memory.position_offsets is None:
         return
