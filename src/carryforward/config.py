@@ -71,6 +71,8 @@ class RecurrenceConfig:
         self._require("bptt_windows", depth is None or (is_int(depth) and depth >= 1), "None or at least 1")
         keep = self.keep_windows
         self._require("keep_windows", keep == "auto" or (is_int(keep) and keep >= 0), 'a number from 0, or "auto"')
+        for name in ("keep_graph", "offload_states"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
         capacity = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
         size = WindowSize(self.window, capacity, self.overlap)
         object.__setattr__(self, "memory", parse_memory(self.memory))

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,8 @@ class State:
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> "State":
         """The state of some rows: a slice, a list of row numbers or a mask; a single row is a batch of one."""
-        if not isinstance(rows, int | slice | Sequence | Tensor) or isinstance(rows, str):
-            raise ValueError(f"rows={rows!r}: give a row number, a slice, a list of row numbers, or a mask.")
-        if isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.shape != (len(self),):
-            raise ValueError(f"rows is a mask of shape {list(rows.shape)}: the state has {len(self)} rows.")
+        if isinstance(rows, bool) or not isinstance(rows, Integral | slice):
+            rows = _row_numbers(rows, len(self))
         index = torch.arange(len(self))[rows].reshape(-1)
         return self._map(lambda x: x.index_select(0, index.to(x.device)))
 
@@ -129,6 +128,12 @@ class State:
 
     def to(self, device: torch.device | str) -> "State":
         """The same state on another device; the counts stay on the CPU."""
+        if not isinstance(device, str | torch.device | int):
+            raise ValueError(f"device={device!r}: give a device, such as 'cpu' or 'cuda'.")
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # unknown, or not on this machine
+            raise ValueError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from error
         return self._replace({name: x.to(device) for name, x in self._tensors().items() if name not in _ON_CPU})
 
     def save(self, path: str | os.PathLike, **metadata: str) -> None:
@@ -175,6 +180,20 @@ class State:
         return self._replace({name: function(x) for name, x in self._tensors().items()})
 
 
+def _row_numbers(rows: Any, count: int) -> Tensor:
+    """Rows as a tensor of numbers, or as a mask, [count]."""
+    try:
+        numbers = torch.as_tensor(rows).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"rows={rows!r}: give a row number, a slice, a list of row numbers, or a mask.") from error
+    is_mask = numbers.dtype == torch.bool
+    if (numbers.is_floating_point() and numbers.numel()) or (is_mask and numbers.shape != (count,)) or numbers.ndim > 1:
+        raise ValueError(
+            f"rows={rows!r}: give a row number, a slice, a list of row numbers, or a mask of {count} rows."
+        )
+    return numbers if is_mask else numbers.long()
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +201,8 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, str], dict[str, 
     """The metadata and the tensors of a state's file; a ValueError names the file and what is wrong with it."""
     from safetensors import SafetensorError, safe_open
 
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path={path!r}: give the name of a state file, written by State.save.")
     if not Path(path).is_file():
         what = "is a folder" if Path(path).is_dir() else "does not exist"
         raise ValueError(f"state file {path} {what}: give a file written by State.save.")

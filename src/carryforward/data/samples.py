@@ -54,19 +54,21 @@ def batch_by_length(lengths: Sequence[int], batch_size: int, min_length: int = 1
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def check_documents(documents: Sequence[Any]) -> None:
+def check_documents(documents: Sequence[Any], name: str = "documents") -> None:
     """Raise a ValueError for anything but token ids of each document: for texts, and for rows of a data set, whose
     length would be the number of columns. Of each document, only the first token is looked at."""
     if hasattr(documents, "lengths"):  # `Documents`, checked when they were created
         return
     if isinstance(documents, str | Mapping) or not hasattr(documents, "__len__") or not hasattr(documents, "__iter__"):
-        raise ValueError(f"documents is a {type(documents).__name__}: give a list of token ids for each document.")
+        raise ValueError(f"{name} is a {type(documents).__name__}: give a list of token ids for each document.")
     for i, document in enumerate(documents):
         if isinstance(document, Mapping):
-            raise ValueError('documents are rows with columns: give the token ids alone, as dataset["input_ids"] does.')
+            raise ValueError(
+                f'{name}: rows with columns are given. Give token ids alone, as dataset["input_ids"] does.'
+            )
         if isinstance(document, str) or not hasattr(document, "__len__"):
-            raise ValueError(f"documents[{i}] is a {type(document).__name__}: give a list of token ids.")
-        token_array(document[:1], f"documents[{i}]")
+            raise ValueError(f"{name}[{i}] is a {type(document).__name__}: give a list of token ids.")
+        token_array(document[:1], f"{name}[{i}]")
 
 
 class Samples(Dataset):

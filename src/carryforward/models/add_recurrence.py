@@ -164,6 +164,8 @@ def _override(
     """A config with some fields replaced."""
     if preset is not None:
         raise ValueError(f"preset={preset!r}: config is given too. Leave one out.")
+    if not isinstance(config, RecurrenceConfig | dict):
+        raise ValueError(f"config={config!r}: give a RecurrenceConfig, or its fields as a dictionary.")
     config = RecurrenceConfig(**config) if isinstance(config, dict) else config
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return RecurrenceConfig(**{**values, **({} if memory is None else {"memory": memory}), **fields})
@@ -178,7 +180,7 @@ def _measure(model: RecurrentPreTrainedModel, documents: Sequence[Any] | None, t
         )
     if documents is None:
         documents = built_in_documents(model, tokenizer)
-    elif isinstance(documents, str) or not hasattr(documents, "__len__"):
+    elif isinstance(documents, str | dict) or not hasattr(documents, "__len__"):
         raise ValueError(f"documents is a {type(documents).__name__}: give a list of texts or of token ids.")
     elif len(documents) and isinstance(documents[0], str):
         if tokenizer is None:

@@ -68,6 +68,8 @@ class Generation(GenerationMixin):
             prompts = None
             if state is None:
                 raise ValueError("input_ids has no tokens: give a prompt, or a state to continue from.")
+        if prompts is not None:
+            argument_checks.check_mask(kwargs.get("attention_mask"), prompts)
         if state is not None and prompts is None:
             state, prompts = state.before_last()
             kwargs["attention_mask"] = torch.ones_like(prompts)  # or transformers infers padding from ids

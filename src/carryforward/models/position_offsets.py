@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..backbones import attention
 from ..backbones.hooks import HookContext
 from ..data.documents import load_documents
-from ..data.tokenization import check_tokenizer
+from ..data.tokenization import check_tokenizer, token_array
 from ..memories.kv import KVMemory, KVMemoryConfig
 from ..settings import PYTHON_DOCS
 from ..utils.checks import check_callable, check_count
@@ -89,7 +89,7 @@ def measure_position_offsets(
     attention.use_wrapped_attention(model.backbone.config)
     prefix = model.config.recurrence.prefix
     texts = _stretches(documents, memory.position_offsets.shape[-2] - len(prefix), rows)
-    argument_checks.check_vocabulary(torch.from_numpy(texts), None, model._vocabulary)
+    argument_checks.check_vocabulary(torch.from_numpy(texts), None, model._vocabulary, "documents")
     if len(texts) < min(rows, MIN_ROWS):
         logger.warning(
             "Position offsets are measured on only %d stretches of %d tokens: carried keys and values will be read "
@@ -115,7 +115,7 @@ def _stretches(documents: Sequence[Any], length: int, rows: int) -> np.ndarray:
     """Rows of `length` tokens, from the middle of documents all over the corpus, joined where they are short."""
     try:
         count = min(len(documents), rows)
-        chosen = [np.asarray(documents[i * len(documents) // count], dtype=np.int64) for i in range(count)]
+        chosen = [token_array(documents[i * len(documents) // count], "documents") for i in range(count)]
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError("documents must be a list of token ids for each text, as `tokenise` returns.") from error
     share = -(-rows * length // max(count, 1))

@@ -99,6 +99,9 @@ class RecurrentTrainer(BaseTrainer):
         if not isinstance(inner, RecurrentForCausalLM):
             raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}. Make one "
                              "with add_recurrence(AutoModelForCausalLM.from_pretrained(...)).")  # fmt: skip
+        if not isinstance(args, RecurrentTrainingArguments):
+            raise ValueError(f"args is a {type(args).__name__}: give RecurrentTrainingArguments(...).")
+        check_documents(train_dataset, "train_dataset")
         has_parameters = any(True for _ in inner.memory.parameters())
         if args.freeze_base and (not has_parameters or is_frozen_by_peft(model, inner.memory)):
             raise ValueError("freeze_base trains only the recurrence, and this one has no parameters to train.")
@@ -111,7 +114,7 @@ class RecurrentTrainer(BaseTrainer):
         if isinstance(eval_dataset, dict):
             raise ValueError("eval_dataset is a dictionary. Give documents, and pass other datasets to evaluate(...).")
         if eval_dataset is not None:
-            check_documents(eval_dataset)
+            check_documents(eval_dataset, "eval_dataset")
             if not any(len(document) > 1 for document in eval_dataset):
                 raise ValueError("eval_dataset: no document has a second token to predict.")
             if not np.any(getattr(eval_dataset, "words", 0)) and (args.metric_for_best_model or "").endswith(_OF_WORDS):
