@@ -375,7 +375,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", Path(save_directory).resolve().name)  # not the temporary folder's name
         with atomic_folder(save_directory) as temporary:
-            if self.tokenizer is not None:
+            if hasattr(self.tokenizer, "save_pretrained"):
                 self.config.tokenizer_fingerprint = tokenization.fingerprint(self.tokenizer)
                 hub = {name: kwargs[name] for name in ("push_to_hub", "repo_id", "token") if name in kwargs}
                 self.tokenizer.save_pretrained(temporary, **hub)
