@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state: split, concatenated, saved, and continued from."""
 
+import dataclasses
+
 import pytest
 import torch
+import transformers as hf
 from helpers import tiny
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.testing import assert_close
 
 import carryforward as cf
+from carryforward.embeddings.encode import without_head
 
 
 @pytest.fixture
@@ -67,8 +73,6 @@ def test_a_truncated_or_foreign_file_is_refused(model, tmp_path):
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ValueError, match="is truncated or not a state written by State.save"):
         cf.State.load(path)
-    from safetensors.torch import save_file
-
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match=r"not one written by State\.save"):
         cf.State.load(path)
@@ -177,3 +181,166 @@ def test_the_state_does_not_grow_with_the_document(model):
         sizes.append(state.memory["vector"].numel() + state.tokens.numel())
         assert state.tokens.shape[1] <= model.config.recurrence.window
     assert sizes[1] <= sizes[0] + model.config.recurrence.window
+
+
+# --- the model of a state ------------------------------------------------------------------------------------------
+
+
+def changed(model, name="base"):
+    """The same model with other weights in one part."""
+    other = tiny.recurrent("gpt2", slots=2, insert_at=(1, 3), state_per_layer=True)
+    with torch.no_grad():
+        next(getattr(other, name).parameters()).add_(0.5)
+    return other
+
+
+@pytest.mark.parametrize("part", ["base", "memory"])
+def test_a_state_of_other_weights_is_refused(model, part):
+    ids, more = tiny.documents(1, 30), tiny.documents(1, 5)
+    state, other = model.advance_state(ids), changed(model, part)
+    assert state.model
+    calls = (other, other.advance_state, lambda ids, **kwargs: other.generate(ids, max_new_tokens=2, **kwargs))
+    for call in calls:
+        with pytest.raises(ValueError, match="state comes from another model, whose weights or settings differ"):
+            call(more, state=state)
+        call(more, state=state, allow_other_model=True)
+    taken_over = other.advance_state(more, state=state, allow_other_model=True)
+    other(more, state=taken_over)
+    with pytest.raises(ValueError, match="cannot be concatenated: they come from different models"):
+        cf.State.cat([state, taken_over])
+
+
+def test_a_state_of_other_settings_is_refused():
+    """Of equal shapes, so that only the settings tell them apart."""
+    models = [tiny.recurrent("gpt2", pooling=pooling) for pooling in ("mean", "max")]
+    state = models[0].advance_state(tiny.documents(1, 30))
+    with pytest.raises(ValueError, match="weights or settings differ"):
+        models[1](tiny.documents(1, 5), state=state)
+    bert = tiny.recurrent("bert", prefix=(2,)), tiny.recurrent("bert", prefix=(4,))
+    state = bert[0](tiny.documents(1, 30), final=False).state
+    with pytest.raises(ValueError, match="weights or settings differ"):
+        bert[1](tiny.documents(1, 5), state=state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_belongs_to_its_model_saved_and_loaded_and_in_other_precision(model, tmp_path, dtype):
+    model.eval()
+    state = model.advance_state(tiny.documents(1, 30))
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert again.fresh_state(1).model == state.model
+    again(tiny.documents(1, 5), state=state)
+    again.config.recurrence = dataclasses.replace(again.config.recurrence, keep_graph=True, bptt_windows=2)
+    assert again.fresh_state(1).model == state.model, "how gradients are computed does not change a state"
+
+
+def test_states_pass_between_a_model_and_the_same_without_its_head(model):
+    ids = tiny.documents(1, 30)
+    state = without_head(model).advance_state(ids[:, :20])
+    assert_close(model(ids[:, 20:], state=state).logits, model(ids).logits[:, 20:])
+
+
+def test_training_steps_do_not_name_a_model(model):
+    """Their states are carried from step to step, though the weights change in between."""
+    ids = tiny.documents(1, 30)
+    model(ids)  # its fingerprint is known before the first step
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    optimizer.step()
+    assert out.state.model == ""
+    model.train()
+    assert model(ids, state=out.state.detach()).state.model == ""
+    model.eval()
+    with torch.no_grad():
+        named = model(ids, labels=ids, state=out.state.detach()).state
+    assert named.model == model.fresh_state(1).model != ""
+    for parameter in model.parameters():
+        parameter.data.add_(0.1)  # leaves no trace
+    model(ids, labels=ids, state=named).loss.backward()  # a step is not checked, and makes the fingerprint new
+    with pytest.raises(ValueError, match="another model"):
+        model(ids, state=named)
+
+
+def test_weights_that_are_not_here_have_no_fingerprint():
+    with torch.device("meta"):
+        model = cf.RecurrentForCausalLM(tiny.recurrent("gpt2").config)
+    assert model.fresh_state(1).model == ""
+
+
+# --- damaged files -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(model, tmp_path):
+    """The file of a state, its tensors and its metadata."""
+    path = tmp_path / "state.safetensors"
+    model.advance_state(tiny.documents(2, 30)).save(path, note="kept")
+    with safe_open(path, framework="pt") as file:
+        return path, {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def test_a_flipped_bit_is_found(saved):
+    path, _, _ = saved
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    for position in (header, (header + len(content)) // 2, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"state.safetensors is damaged: .*(digest|holds|dtype|shape)"):
+            cf.State.load(path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "message"),
+    [
+        ({"tokens": None}, {}, "the tensor 'tokens' is missing"),
+        ({"memory.vector": None}, {}, "the tensor 'memory' is missing"),
+        ({"extra": torch.zeros(2)}, {}, "the tensor 'extra' does not belong to a state"),
+        ({"read": torch.zeros(3, dtype=torch.long)}, {}, "the tensor '.*' has shape"),
+        (
+            {"tokens": torch.zeros(2, dtype=torch.long)},
+            {},
+            "the tensor 'pending' holds .6, 6., which must be between 0",
+        ),
+        ({"read": torch.tensor(3)}, {}, "the tensor '.*' has shape"),
+        ({"memory.vector": torch.tensor(3.0)}, {}, "the tensor 'memory.vector' has shape"),
+        ({"tokens": torch.zeros(2, 9)}, {}, "the tensor 'tokens' has dtype torch.float32"),
+        ({"started": torch.zeros(2)}, {}, "the tensor 'started' has dtype torch.float32"),
+        ({"memory.vector": torch.zeros(2, 2, 2, 16, dtype=torch.long)}, {}, "the tensor '.*' has dtype torch.int64"),
+        ({"pending": torch.tensor([99, 1])}, {}, "the tensor 'pending' holds .99, 1."),
+        ({"pending": torch.tensor([-1, 1])}, {}, "the tensor 'pending' holds .-1, 1."),
+        ({}, {"signature": None}, "its metadata has no 'signature'"),
+        ({}, {"ended": None}, "its metadata has no 'ended'"),
+        ({}, {"ended": "maybe"}, "its metadata has ended='maybe'"),
+        ({}, {"note": "other"}, "its content differs from the digest"),
+        ({}, {"signature": "another"}, "its content differs from the digest"),
+    ],
+)
+def test_damaged_content_is_named(saved, tensors, metadata, message):
+    path, old_tensors, old_metadata = saved
+    save_file(
+        {name: x for name, x in {**old_tensors, **tensors}.items() if x is not None}, path,
+        metadata={name: x for name, x in {**old_metadata, **metadata}.items() if x is not None},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"state file .*state.safetensors is damaged: {message}"):
+        cf.State.load(path)
+
+
+def test_files_without_a_digest_are_read(saved):
+    path, tensors, metadata = saved
+    save_file(tensors, path, metadata={name: x for name, x in metadata.items() if name not in ("digest", "model")})
+    assert cf.State.load(path).model == ""
+
+
+def test_folders_and_missing_files_are_named(tmp_path):
+    for path, problem in ((tmp_path, "is a folder"), (tmp_path / "none", "does not exist")):
+        with pytest.raises(ValueError, match=f"state file {path} {problem}: give a file written by State.save"):
+            cf.State.load(path)
+
+
+def test_a_state_is_described_in_a_line(model):
+    text = repr(model.advance_state(tiny.documents(2, 300)))
+    assert "2 rows, 300 to 300 tokens read; memory: vector [2, 2, 2, 16]" in text
+    assert len(text) < 400

@@ -20,6 +20,8 @@ from .memories.kinds import MemoryChoice, owner_hint, parse_memory
 
 logger = logging.getLogger(__name__)
 
+_GRADIENT_FIELDS = ("bptt_windows", "keep_windows", "keep_graph", "offload_states")
+
 
 @dataclass(frozen=True, eq=False)
 class RecurrenceConfig:
@@ -69,6 +71,8 @@ class RecurrenceConfig:
         self._require("bptt_windows", depth is None or (is_int(depth) and depth >= 1), "None or at least 1")
         keep = self.keep_windows
         self._require("keep_windows", keep == "auto" or (is_int(keep) and keep >= 0), 'a number from 0, or "auto"')
+        for name in ("keep_graph", "offload_states"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
         capacity = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
         size = WindowSize(self.window, capacity, self.overlap)
         object.__setattr__(self, "memory", parse_memory(self.memory))
@@ -133,6 +137,10 @@ class RecurrenceConfig:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**values, "memory": [memory.to_dict() for memory in self.memories]}
 
+    def state_settings(self) -> dict[str, Any]:
+        """The settings that decide what a state means: all but those of how gradients are computed."""
+        return {name: value for name, value in self.to_dict().items() if name not in _GRADIENT_FIELDS}
+
     def _require(self, name: str, valid: bool, accepted: str) -> None:
         if not valid:
             raise ValueError(f"RecurrenceConfig: {name}={getattr(self, name)!r} must be {accepted}.")
@@ -162,6 +170,8 @@ class RecurrentModelConfig(PreTrainedConfig):
 
     Attributes:
         use_state: False records that windows were trained alone; a question-answering model then reads them so.
+        tokenizer_fingerprint: of the tokenizer that was saved with the model, if any.
+        initial_memory: by kind of memory that must be trained, the fingerprint of its weights before training.
     """
 
     model_type = "carryforward"
@@ -172,6 +182,8 @@ class RecurrentModelConfig(PreTrainedConfig):
     base_config: PreTrainedConfig = None  # type: ignore[assignment]  # read from a file, these two are dicts at first
     recurrence: RecurrenceConfig = None  # type: ignore[assignment]
     use_state: bool = True
+    tokenizer_fingerprint: str | None = None
+    initial_memory: dict[str, str] | None = None
 
     vocab_size = _of_base("vocab_size")
     hidden_size = _of_base("hidden_size")

@@ -8,6 +8,7 @@ tensors, models or padding.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 IGNORE = -100  # the label of a target that is not scored, as everywhere in Hugging Face
@@ -108,6 +109,9 @@ def encoder_schedule(
 
 def check(window: int, overlap: int, prefix: int = 0, suffix: int = 0) -> int:
     """Refuse windows that cannot move forward; return a window's capacity, its number of document tokens."""
+    for name, value in (("window", window), ("overlap", overlap)):
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be an integer, a number of tokens.")
     capacity = window - prefix - suffix
     if capacity < 1:
         special = f" after {prefix + suffix} special tokens" if prefix + suffix else ""

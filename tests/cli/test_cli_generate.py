@@ -366,3 +366,11 @@ def test_weights_that_are_not_numbers(models, tmp_path, how):
         model.base.transformer.h[1].mlp.c_fc.weight[0, 0] = torch.nan
     model.save_pretrained(copy)
     assert "the model's logits are NaN" in fail("generate", copy, "--prompt", "a", how, code=1)
+
+
+@pytest.mark.parametrize("recent", ["", "null", "[1.5]", '["a"]', "{", "[[1]]"])
+def test_damaged_metadata_of_a_state_is_named(models, tmp_path, recent):
+    name, state = models / "recurrent", tmp_path / "state"
+    transformers.AutoModelForCausalLM.from_pretrained(name).fresh_state(1).save(state, recent_tokens=recent)
+    message = fail("generate", name, "--state-in", state, "--prompt", "a", "--max-new-tokens", "1", code=2)
+    assert "is damaged: its metadata has no valid recent_tokens" in message

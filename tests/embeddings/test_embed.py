@@ -377,11 +377,12 @@ def test_a_plain_encoder_reads_independent_windows(plain):
 
 @pytest.mark.parametrize(
     ("arguments", "instead"),
-    [(["v.npy", "--pooling", "state"], "--pooling mean"), (["v.parquet", "--what", "windows"], "--what document")],
+    [(["v.npy", "--pooling", "state"], 'pooling="mean"'), (["v.parquet", "--what", "windows"], 'output="tokens"')],
 )
 def test_a_plain_encoder_has_no_state(plain, capsys, monkeypatch, arguments, instead):
     monkeypatch.chdir(plain[0])
     assert run(plain[0], "--out", *arguments) == 2
     error = capsys.readouterr().err
-    assert "is a plain model: its recurrence is untrained, so it has no state" in error
-    assert f"Use {instead}" in error
+    error = " ".join(error.split())
+    assert "the model's memory is untrained, so its states mean nothing" in error
+    assert f"use {instead}" in error

@@ -164,7 +164,7 @@ def test_documents_without_targets_are_counted():
         assert (score.documents, score.tokens, score.words, score.bytes) == (3, 1, 3, 7)
         assert score.nats > 0
         assert perplexity(model, documents[:2], window=window).nats == 0
-        assert math.isnan(perplexity(model, [], window=window).token_perplexity)
+        assert perplexity(model, [], window=window).token_perplexity is None
 
 
 def test_words_and_bytes_by_hand(tmp_path):
@@ -182,7 +182,8 @@ def test_ratios_are_taken_last_and_never_overflow():
     assert (a + b).word_perplexity == pytest.approx(math.exp(12 / 4))
     assert (a + b).bits_per_byte == pytest.approx(12 / 10 / math.log(2))
     assert Perplexity(nats=1e6, tokens=1).token_perplexity == math.inf
-    assert math.isnan(Perplexity(nats=1.0, tokens=1).word_perplexity), "without words there is no such thing"
+    without = Perplexity(nats=1.0, tokens=1)
+    assert without.word_perplexity is without.bits_per_byte is None, "without counts there is no such thing"
 
 
 # --- the model is unchanged; bad arguments -------------------------------------------------------------------------

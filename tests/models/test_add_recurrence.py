@@ -63,7 +63,8 @@ def test_a_config_may_be_a_dictionary():
 
 
 def test_special_tokens_come_from_the_tokenizer():
-    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "[CLS]": 2, "[SEP]": 3, "a": 4, "b": 5}, unk_token="[UNK]"))
+    words = {chr(92 + number): number for number in range(4, tiny.VOCABULARY)}
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "[CLS]": 2, "[SEP]": 3, **words}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]

@@ -18,6 +18,7 @@ from helpers import prose
 
 import carryforward as cf
 from carryforward.cli.main import app
+from carryforward.models.loading import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("anchors", ROOT / "docs" / "anchors.py")
@@ -189,4 +190,4 @@ def test_the_readmes_example_runs(monkeypatch, tmp_path):
         "small": (cf.KVMemoryConfig(recent=64, sinks=4),),
         "paper": (cf.VectorMemoryConfig(),),
     }
-    assert (tmp_path / "my-model" / "config.json").exists()
+    assert len(load_tokenizer("my-model")) == prose.VOCABULARY, "the commands can read it"

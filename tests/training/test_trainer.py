@@ -86,6 +86,17 @@ def test_validation_is_the_perplexity_of_whole_documents(tmp_path):
     assert metrics["eval_loss"] == pytest.approx(score.nats / 78)
 
 
+def test_token_lists_have_no_word_perplexity(tmp_path):
+    """What cannot be had is not reported, and checkpoints are compared by the perplexity of tokens."""
+    job = trainer(tmp_path, held_out=[document.tolist() for document in HELD_OUT])
+    job.train()
+    metrics = job.evaluate()
+    assert not {"eval_word_perplexity", "eval_bits_per_byte"} & metrics.keys()
+    assert metrics["eval_token_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+    assert job.state.best_metric == pytest.approx(metrics["eval_token_perplexity"])
+    assert job.describe_metrics(metrics).startswith("validation token perplexity ")
+
+
 def test_validation_shows_how_far_it_is(tmp_path, monkeypatch):
     shown, show = [], progress.ProgressBar.update
 

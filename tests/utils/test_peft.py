@@ -81,7 +81,7 @@ def test_training_resuming_saving_and_merging(tmp_path):
     assert any("lora" in name for name in changed)
     assert any("modules_to_save" in name and "memory" in name for name in changed)
     assert not any("base_layer" in name or "original_module" in name for name in changed)
-    assert trainer.evaluate()["eval_word_perplexity"] == pytest.approx(trainer.state.best_metric)
+    assert trainer.evaluate()["eval_token_perplexity"] == pytest.approx(trainer.state.best_metric)
 
     model.save_pretrained(tmp_path / "adapters")
     model.eval()

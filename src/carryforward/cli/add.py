@@ -85,7 +85,7 @@ def add_to_folder(
     documents = None
     if not architecture.rotary and settings.preset == RecurrentSettings.preset:
         documents = load_documents(data, "train", loaded.tokenizer, text_field=text_field)
-    model = add_recurrence(loaded.model, documents=documents, **fields)
+    model = add_recurrence(loaded.model, documents=documents, tokenizer=loaded.tokenizer, **fields)
     recurrence = model.config.recurrence
     if documents is None and loaded.stored is not None:
         model.to(dtype=loaded.stored)  # type: ignore[call-arg]
@@ -96,6 +96,5 @@ def add_to_folder(
             "Use a smaller --window and --recent, or train the model."
         )
     with atomic_folder(out) as temporary:
-        model.save_pretrained(temporary)
-        loaded.tokenizer.save_pretrained(temporary)
+        model.save_pretrained(temporary)  # with its tokenizer
     return recurrence

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from ..backbones.architectures import positions_of
 from ..data.texts import read_file_or_stdin
-from ..data.tokenization import Encoder
+from ..data.tokenization import Encoder, token_array
 from ..models.add_recurrence import special_tokens
 from ..models.loading import Loaded, load_causal, usable_device
 from ..settings import GenerateSettings
-from ..state import State
+from ..state import State, read_state_file
 from ..utils import console
 from ..utils.signals import Interruptible
 
@@ -146,15 +146,18 @@ def _load_state(path: Path, device: str) -> tuple[State, list[int]]:
         raise ValueError(f"--state-in {path} is a folder: give the file that --state-out wrote.")
     if not path.exists():
         raise ValueError(f"--state-in {path}: there is no such file. Give the one that --state-out wrote.")
-    state = State.load(path, device)
+    state, metadata = State.load(path, device), read_state_file(path)[0]
     if len(state) != 1:
         raise ValueError(
             f"--state-in {path} holds {len(state)} texts, and one is generated at a time. Pick one in Python: "
             f'carryforward.State.load("{path}")[:1].save("first.state") is the first.'
         )
-    with safe_open(path, framework="pt") as file:
-        recent = file.metadata().get(_RECENT_TOKENS)
-    return state, state.tokens[0, : int(state.pending[0])].tolist() if recent is None else json.loads(recent)
+    if _RECENT_TOKENS not in metadata:
+        return state, state.tokens[0, : int(state.pending[0])].tolist()
+    try:
+        return state, token_array(json.loads(metadata[_RECENT_TOKENS]), _RECENT_TOKENS).tolist()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--state-in {path} is damaged: its metadata has no valid {_RECENT_TOKENS}.") from error
 
 
 def _save_state(

@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -24,12 +24,13 @@ from typing import Any, BinaryIO, overload
 
 import numpy as np
 
+from ..utils.checks import check_callable, check_count, check_flag
 from ..utils.digests import damaged_file, digest_files
 from ..utils.progress import ProgressBar, ProgressCallback
 from .cache import cache_root, open_or_create
 from .corpora import open_corpus
 from .texts import Corpus, Text, count_text
-from .tokenization import Encoded, Encoder, batches, dtype_for
+from .tokenization import Encoded, Encoder, batches, check_tokenizer, dtype_for, token_array
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +69,21 @@ class Documents(Sequence[np.ndarray]):
         bytes: Sequence[int] | None = None, line_ends: Sequence[int] | None = None, names: Sequence[str] | None = None,
     ) -> "Documents":  # fmt: skip
         """Create documents in memory. By default, counts are 0 and names are numbers."""
-        arrays = [np.asarray(tokens, dtype=np.int64).reshape(-1) for tokens in token_lists]
+        if isinstance(token_lists, str) or not isinstance(token_lists, Iterable):
+            raise ValueError(
+                f"token_lists is a {type(token_lists).__name__}: give a list of token ids for each document."
+            )
+        arrays = [token_array(tokens, f"token_lists[{i}]") for i, tokens in enumerate(token_lists)]
         columns = {"words": words, "bytes": bytes, "line_ends": line_ends, "names": names}
         for argument, values in columns.items():
+            if values is not None and (not isinstance(values, Sized) or isinstance(values, str)):
+                raise ValueError(
+                    f"{argument} is a {type(values).__name__}: give a list with one entry for each document."
+                )
             if values is not None and len(values) != len(arrays):
                 raise ValueError(f"{argument} has {len(values)} entries for {len(arrays)} documents: give one each.")
+            if values is not None and argument != "names":
+                token_array(values, argument)
         tokens = np.concatenate([np.empty(0, np.int64), *arrays])
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 1 << 32:
             raise ValueError(f"token_lists holds {tokens.min()} to {tokens.max()}: token ids are 0 to 2**32 - 1.")
@@ -157,9 +168,13 @@ def tokenise(
         bos: start each document with the tokenizer's BOS token, which does not count towards `max_tokens`.
         progress: called with the bytes of text done and in all; by default, a bar is shown on a terminal.
     """
+    if not isinstance(corpus, Corpus):
+        raise ValueError(f"corpus is a {type(corpus).__name__}: give what open_corpus returns.")
+    check_tokenizer(tokenizer)
+    check_flag("bos", bos)
+    check_callable("progress", progress, optional=True)
     max_tokens = corpus.max_tokens if max_tokens is None else max_tokens
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens} must be at least 1, or None for whole documents.")
+    check_count("max_tokens", max_tokens, optional=True)
     if bos and tokenizer.bos_token_id is None:
         raise ValueError(f"bos=True, but {type(tokenizer).__name__} has no BOS token: leave it out.")
     encoder = Encoder(tokenizer, max_tokens, tokenizer.bos_token_id if bos else None)

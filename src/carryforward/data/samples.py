@@ -15,7 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
 from .. import windows
+from ..utils.checks import check_count
 from ..windows import IGNORE
+from .tokenization import token_array
 
 
 def sample_spans(length: int, window: int, overlap: int, windows_per_sample: int) -> Iterator[tuple[int, int, int]]:
@@ -35,7 +37,7 @@ def sample_spans(length: int, window: int, overlap: int, windows_per_sample: int
 
 def make_sample(document: Any, start: int, stop: int, score_from: int) -> dict[str, Tensor]:
     """Return tokens [start, stop) of a document as `input_ids`, with `labels` from token `score_from` on."""
-    ids = torch.from_numpy(np.asarray(document[start:stop]).astype(np.int64))
+    ids = torch.from_numpy(token_array(document[start:stop], "documents"))
     labels = ids.clone()
     labels[: score_from - start] = IGNORE
     return {"input_ids": ids, "labels": labels}
@@ -47,16 +49,26 @@ def batch_by_length(lengths: Sequence[int], batch_size: int, min_length: int = 1
     >>> batch_by_length([3, 0, 9, 4], batch_size=2)
     [[2, 3], [0]]
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1.")
+    check_count("batch_size", batch_size)
     order = sorted((i for i, length in enumerate(lengths) if length >= min_length), key=lambda i: -lengths[i])
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def check_documents(documents: Sequence[Any]) -> None:
-    """Raise a ValueError for rows of a data set: their length would be the number of columns."""
-    if len(documents) and isinstance(documents[0], Mapping):
-        raise ValueError('documents are rows with columns: give the token ids alone, as dataset["input_ids"] does.')
+def check_documents(documents: Sequence[Any], name: str = "documents") -> None:
+    """Raise a ValueError for anything but token ids of each document: for texts, and for rows of a data set, whose
+    length would be the number of columns. Of each document, only the first token is looked at."""
+    if hasattr(documents, "lengths"):  # `Documents`, checked when they were created
+        return
+    if isinstance(documents, str | Mapping) or not hasattr(documents, "__len__") or not hasattr(documents, "__iter__"):
+        raise ValueError(f"{name} is a {type(documents).__name__}: give a list of token ids for each document.")
+    for i, document in enumerate(documents):
+        if isinstance(document, Mapping):
+            raise ValueError(
+                f'{name}: rows with columns are given. Give token ids alone, as dataset["input_ids"] does.'
+            )
+        if isinstance(document, str) or not hasattr(document, "__len__"):
+            raise ValueError(f"{name}[{i}] is a {type(document).__name__}: give a list of token ids.")
+        token_array(document[:1], f"{name}[{i}]")
 
 
 class Samples(Dataset):
@@ -74,8 +86,7 @@ class Samples(Dataset):
         Args:
             carry_state: the state is carried from sample to sample, so a sample starts where the previous one ended.
         """
-        if windows_per_sample < 1:
-            raise ValueError(f"windows_per_sample={windows_per_sample} must be at least 1 (the paper uses 20).")
+        check_count("windows_per_sample", windows_per_sample)
         check_documents(documents)
         self.documents = documents
         spans = [

@@ -23,6 +23,10 @@ from tokenizers import Tokenizer
 from .long_texts import OVERLAP, SIZE, LongTextTokenizer, Piece
 from .texts import count_text, find_surrogate
 
+_LEAST_SHARE = 0.5  # tokens of a tokenizer, of its model's vocabulary
+_SAMPLE = (
+    "The quick brown Fox, 12345 naïve Übermenschen; don't   x_y=z+1\n\tΩμέγα 漢字 🙂 antidisestablishmentarianism."
+)
 _BATCH = 1_000_000  # characters per call of a tokenizer: with several texts, it uses several cores
 _Item = TypeVar("_Item")
 
@@ -181,6 +185,65 @@ def check_text(name: str, text: Any) -> None:
         raise ValueError(f"{name} is of type {type(text).__name__}: give a string.")
     if (index := find_surrogate(text)) is not None:
         raise ValueError(f"{name} is not Unicode: character {index} is {text[index]!r}, half of a surrogate pair.")
+
+
+def token_array(ids: Any, name: str) -> np.ndarray:
+    """Return a document's token ids as 64-bit integers, [N]; raise a ValueError for anything else."""
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError) as error:  # rows of different lengths, a tensor on a GPU
+        raise ValueError(f"{name} must be a list of integers: {error}") from error
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} has shape {list(array.shape)} and type {array.dtype}: give a list of integers.")
+    return array.astype(np.int64)
+
+
+def check_tokenizer(
+    tokenizer: Any, vocabulary: int | None = None, *, name: str = "tokenizer", advice: str = ""
+) -> None:
+    """Raise a ValueError for a tokenizer that cannot be a model's.
+
+    Refused are a tokenizer with fewer tokens than half of the model's vocabulary, and one with ids beyond it. Published
+    tokenizers have nearly as many tokens as their models: 30,522 of 30,522 (BERT), 50,277 of 50,304 (Pythia), 151,665
+    of 152,064 (Qwen2.5), 50,295 of 51,200 (Phi); transformers makes one of 1 to 5 tokens from a folder that has none.
+    Special tokens beyond the vocabulary are accepted, as some models have them: texts do not contain them, padding is
+    not read.
+
+    Args:
+        vocabulary: the number of tokens that the model has an embedding for; None checks only that it is a tokenizer.
+        name: what the message calls it.
+        advice: what to do, for the end of the message.
+    """
+    if not callable(tokenizer) or isinstance(tokenizer, type):
+        raise ValueError(f"{name} is of type {type(tokenizer).__name__}: give a tokenizer of transformers.")
+    if vocabulary is None or not hasattr(tokenizer, "get_vocab"):
+        return
+    ids = tokenizer.get_vocab()
+    advice = advice or "Give the tokenizer that belongs to the model."
+    if len(ids) < vocabulary * _LEAST_SHARE:
+        raise ValueError(f"{name} has {len(ids):,} tokens, and the model a vocabulary of {vocabulary:,}. {advice}")
+    special = {number for number, token in _added_tokens(tokenizer).items() if token.special}
+    beyond = {number: token for token, number in ids.items() if number >= vocabulary and number not in special}
+    if beyond:
+        last = max(beyond)
+        raise ValueError(
+            f"{name} gives ids up to {last:,} ({beyond[last]!r}), and the model's vocabulary ends at "
+            f"{vocabulary - 1:,}. {advice}"
+        )
+
+
+def _added_tokens(tokenizer: Any) -> dict[int, Any]:
+    return getattr(tokenizer, "added_tokens_decoder", {})
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Return a digest of a tokenizer: of its vocabulary and of how it splits a sample.
+
+    It does not change when a tokenizer is saved and loaded, or when padding or truncation are set.
+    """
+    sample = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(_SAMPLE))
+    content = [sorted(tokenizer.get_vocab().items()), sample]
+    return blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
 def tokens_in_span(offsets: np.ndarray, start: int, stop: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from ..utils.locks import LOCK, lock_output
 from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
 from .document_chunks import CHARACTERS_PER_CHUNK, read_chunks
-from .encode import check_choices, encode, needs_state
+from .encode import check_choices, encode
 from .vector_files import FORMATS, Part, Parts, ids_file, import_pyarrow, merge_parts
 
 _SPEED = ("batch_size", "on_error")  # settings that the vectors do not depend on
@@ -49,9 +49,6 @@ def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device
     if out.exists():
         return _finished(source, out, parts, identity)
     loaded = load_recurrent(name, window=settings.window, device=device)
-    if loaded.untrained and needs_state(output, settings.pooling):
-        instead = "--what document or tokens" if output == "windows" else "--pooling mean"
-        raise ValueError(f"{name} is a plain model: its recurrence is untrained, so it has no state. Use {instead}.")
     kwargs: dict[str, Any] = {"output": output, "use_state": settings.state and not loaded.untrained}
     kwargs |= {field: getattr(settings, field) for field in ("pooling", "overlap", "batch_size")}
     encode(loaded.model, [], loaded.tokenizer, **kwargs)  # raises for bad arguments before a folder is made

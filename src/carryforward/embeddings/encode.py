@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.samples import pad
-from ..data.tokenization import check_text, tokenise_texts
+from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
 from ..memories.vector import VectorMemoryConfig
 from ..models import argument_checks
 from ..models.base import RecurrentPreTrainedModel, eval_mode
@@ -25,6 +25,7 @@ from ..models.headless import RecurrentModel
 from ..models.outputs import RecurrentOutput
 from ..models.streaming import Piece, stream_documents
 from ..state import State
+from ..utils.checks import check_callable, check_count, check_flag
 from ..utils.peft import get_recurrent_model
 from ..utils.progress import ProgressBar, ProgressCallback
 
@@ -78,14 +79,17 @@ def encode(
         progress: called with the number of tokens read so far and in total; None shows a bar on a terminal.
     """
     check_choices(output, pooling)
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1.")
-    if isinstance(texts, str):
-        raise ValueError("texts is one string: give a list of documents.")
+    check_count("batch_size", batch_size)
+    check_flag("use_state", use_state)
+    check_callable("progress", progress, optional=True)
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        kind = "one string" if isinstance(texts, str) else f"of type {type(texts).__name__}"
+        raise ValueError(f"texts is {kind}: give a list of documents.")
     reader = without_head(model)
     if needs_state(output, pooling):
         _check_state(reader, output, use_state)
     overlap = argument_checks.check_overlap(reader.config, overlap)
+    check_tokenizer(tokenizer, reader._vocabulary)
     texts = list(texts)
     for i, text in enumerate(texts):
         check_text(f"texts[{i}]", text)
@@ -113,9 +117,14 @@ def encode(
 
 
 def _check_state(reader: RecurrentModel, output: str, use_state: bool) -> None:
-    """Raise ValueError if states are to be returned and there are none."""
+    """Raise ValueError if states are to be returned and there are none, or they mean nothing."""
+    windows = output == "windows"
+    argument, instead = ('output="windows"', 'output="tokens"') if windows else ('pooling="state"', 'pooling="mean"')
+    if VectorMemoryConfig.kind in reader.untrained_memories:
+        raise ValueError(
+            f"{argument}: the model's memory is untrained, so its states mean nothing. Train it, or use {instead}."
+        )
     if not use_state:
-        argument = 'output="windows"' if output == "windows" else 'pooling="state"'
         raise ValueError(f"{argument} needs the state, which use_state=False (--no-state) removes.")
     if reader.config.recurrence.find(VectorMemoryConfig.kind) is None:
         raise ValueError(

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from sentence_transformers.base.modules import InputModule
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..config import RecurrentModelConfig
 from ..data.samples import pad
+from ..data.tokenization import check_tokenizer
 from ..models import auto
 from ..models.add_recurrence import add_recurrence
 from ..models.base import RecurrentPreTrainedModel
 from ..models.headless import RecurrentModel
+from ..models.loading import load_tokenizer
 from ..utils.peft import get_recurrent_model
 from .encode import without_head
 
@@ -57,8 +59,8 @@ class RecurrentTransformer(InputModule):
         untrained = False
         model = model if isinstance(model, str | Path) else get_recurrent_model(model)
         if isinstance(model, str | Path):
-            tokenizer = AutoTokenizer.from_pretrained(model, **(processor_kwargs or {}))
             config = AutoConfig.from_pretrained(model)
+            tokenizer = load_tokenizer(str(model), config, **(processor_kwargs or {}))
             untrained = not isinstance(config, RecurrentModelConfig)
             # load with the saved head: without it, transformers would warn about unused weights
             load: Any = AutoModel if untrained else auto.classes()[config.architectures[0]]
@@ -74,7 +76,8 @@ class RecurrentTransformer(InputModule):
                 f"{', '.join(fields)}: the model is recurrent already and has its own config. Leave it out."
             )
         self.auto_model = without_head(model)
-        self.tokenizer = tokenizer
+        check_tokenizer(tokenizer, self.auto_model._vocabulary)
+        self.tokenizer = self.auto_model.tokenizer = tokenizer
         self.use_state = not untrained if use_state is None else use_state
 
     @property
@@ -112,8 +115,7 @@ class RecurrentTransformer(InputModule):
         return self.auto_model.config.base_config.hidden_size
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        self.auto_model.save_pretrained(output_path)
-        self.tokenizer.save_pretrained(output_path)
+        self.auto_model.save_pretrained(output_path)  # with the tokenizer
         self.save_config(output_path)
 
     @classmethod

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the windows of one call run: decided once, before the first window."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,12 @@ def decide(model: WindowModel, *, capturable: bool) -> RunPolicy:
     modules = list(model.modules())
     weights = _unique_weights(modules)
     grad, keep_graph = torch.is_grad_enabled(), model.config.recurrence.keep_graph
-    sharded = _is_sharded(modules, warn=grad and not keep_graph)
+    sharded = is_sharded(modules)
+    if sharded and grad and not keep_graph:
+        logger.warning_once(
+            "The weights are sharded (FSDP): the graph of all windows is kept instead of recomputing them, and memory "
+            "grows with their number."
+        )
     trainable = [weight for weight in weights if weight.requires_grad]
     keep_graph = grad and (keep_graph or sharded or bptt.has_gradient_hooks(trainable))
     # saved_tensors_hooks cannot see inside a CUDA graph: do not capture while one is active.
@@ -68,16 +73,10 @@ def _unique_weights(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     return list(weights)
 
 
-def _is_sharded(modules: Sequence[nn.Module], warn: bool) -> bool:
-    """Whether FSDP shards the weights."""
+def is_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Whether FSDP shards the weights of some of these modules."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in modules)
-    if sharded and warn:
-        logger.warning_once(
-            "The weights are sharded (FSDP): the graph of all windows is kept instead of recomputing them, and memory "
-            "grows with their number."
-        )
-    return sharded
+    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in modules)

@@ -123,9 +123,9 @@ def _flops(loaded: Loaded, window: int, overlap: int, use_state: bool) -> dict[s
 
 
 def _ratios(score: Perplexity) -> dict[str, float | None]:
-    """Perplexities and bits per byte; None (null) for infinity and NaN, which JSON does not have."""
-    names = ("word_perplexity", "token_perplexity", "bits_per_byte")
-    return {name: value if math.isfinite(value := getattr(score, name)) else None for name in names}
+    """Perplexities and bits per byte; None (null) where text was not counted, and for infinity, which JSON has not."""
+    values = {name: getattr(score, name) for name in ("word_perplexity", "token_perplexity", "bits_per_byte")}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
 
 
 def _wrap_plain(loaded: Loaded, window: int) -> PreTrainedModel:

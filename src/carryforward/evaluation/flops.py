@@ -26,6 +26,7 @@ from ..backbones.architectures import architecture_of
 from ..config import RecurrenceConfig, RecurrentModelConfig
 from ..memories.base import WindowCost
 from ..models import argument_checks
+from ..utils.checks import check_flag
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def flops_per_token(
         >>> f"{flops_per_token(GPT2Config(), window=300).base:.4g}"  # the paper prints 1.75e8
         '1.754e+08'
     """
+    check_flag("use_state", use_state)
     base, recurrence, window, overlap = _resolve(config, window, overlap, recurrence)
     matrices = _matrices(_json(base))
     per_window = 2 * matrices.layers * window + sum(_attention(base, window))

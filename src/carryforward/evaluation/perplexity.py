@@ -23,13 +23,14 @@ from transformers.models.auto.modeling_auto import (
 
 from .. import windows
 from ..backbones.architectures import positions_of
-from ..data.samples import collate, make_sample, sample_spans
+from ..data.samples import check_documents, collate, make_sample, sample_spans
 from ..models import argument_checks
 from ..models.base import RecurrentPreTrainedModel, eval_mode
 from ..models.causal_lm import RecurrentForCausalLM
 from ..models.outputs import RecurrentOutput
 from ..models.streaming import Piece, stream_documents
 from ..state import State
+from ..utils.checks import check_callable, check_count, check_flag
 from ..utils.peft import get_recurrent_model
 from ..windows import IGNORE
 
@@ -58,17 +59,19 @@ class Perplexity:
         return Perplexity(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     @property
-    def word_perplexity(self) -> float:
-        """exp(nats / words), the metric of the paper."""
-        return _exp(self.nats, self.words)
+    def word_perplexity(self) -> float | None:
+        """exp(nats / words), the metric of the paper; None if words were not counted."""
+        return _exp(self.nats / self.words) if self.words else None
 
     @property
-    def token_perplexity(self) -> float:
-        return _exp(self.nats, self.tokens)
+    def token_perplexity(self) -> float | None:
+        """exp(nats / tokens); None if no token was scored."""
+        return _exp(self.nats / self.tokens) if self.tokens else None
 
     @property
-    def bits_per_byte(self) -> float:
-        return self.nats / self.bytes / math.log(2) if self.bytes else math.nan
+    def bits_per_byte(self) -> float | None:
+        """None if bytes were not counted."""
+        return self.nats / self.bytes / math.log(2) if self.bytes else None
 
 
 def perplexity(
@@ -95,11 +98,14 @@ def perplexity(
         progress: called with the number of newly scored tokens.
     """
     model = get_recurrent_model(model)
+    check_documents(documents)
+    check_count("batch_size", batch_size)
+    check_count("reset_every", reset_every, optional=True)
+    check_flag("use_state", use_state)
+    check_callable("progress", progress)
     window = _window_of(model, window)
-    for name, value in (("batch_size", batch_size), ("reset_every", reset_every)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
     recurrence = model.config.recurrence if isinstance(model, RecurrentPreTrainedModel) else None
+    check_count("overlap", overlap, 0, optional=True)
     overlap = (recurrence.overlap if recurrence else 0) if overlap is None else overlap
     windows.check(window, overlap)
     counts = {name: _count(documents, name) for name in ("words", "bytes", "line_ends")}
@@ -121,8 +127,8 @@ def perplexity(
 
 def _window_of(model: PreTrainedModel, window: int | None) -> int:
     """The window that documents are read with; raises ValueError if the model cannot score documents with it."""
-    if not _is_causal(model):
-        raise ValueError(f"perplexity needs a causal language model, not {type(model).__name__}.")
+    if not isinstance(model, PreTrainedModel) or not _is_causal(model):
+        raise ValueError(f"model: perplexity needs a causal language model, not {type(model).__name__}.")
     if isinstance(model, RecurrentPreTrainedModel):
         own = model.config.recurrence.window
         if window not in (None, own):
@@ -130,6 +136,7 @@ def _window_of(model: PreTrainedModel, window: int | None) -> int:
         return own
     if window is None:
         raise ValueError("window is missing: give the number of tokens that the plain model reads at once.")
+    check_count("window", window)
     check_positions(model.config, window)
     return window
 
@@ -236,7 +243,5 @@ def _count(documents: Sequence[Any], name: str) -> int:
     return int(np.sum(getattr(documents, name, 0)))
 
 
-def _exp(nats: float, count: int) -> float:
-    if not count:
-        return math.nan
-    return math.exp(nats / count) if nats / count < 700 else math.inf
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf

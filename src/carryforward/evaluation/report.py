@@ -256,9 +256,9 @@ def _cost(row: Row | None) -> float:
 
 def _with_line_ends(row: Row | None) -> Row | None:
     """Word perplexity with every line end counted as a word, as is usual for WikiText."""
-    if row is None:
+    if row is None or not row["words"]:
         return None
-    nats_per_word = row["nats"] / max(row["words"] + row["line_ends"], 1)
+    nats_per_word = row["nats"] / (row["words"] + row["line_ends"])
     return {"with_line_ends": math.exp(nats_per_word) if nats_per_word < 700 else math.inf}
 
 

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.samples import batch_by_length, collate, make_sample
+from ..data.samples import batch_by_length, check_documents, collate, make_sample
 from ..engine import bptt, run_windows
 from ..engine.window_batches import WindowBatch
 from ..engine.window_program import OutputSpec
 from ..models import argument_checks
 from ..models.base import eval_mode
 from ..models.causal_lm import RecurrentForCausalLM
+from ..utils.checks import check_callable, check_count, check_flag
 from ..utils.peft import get_recurrent_model
 from ..windows import IGNORE, Window
 
@@ -77,6 +78,10 @@ def score(
         progress: called with the number of newly scored tokens.
     """
     overlap = checked_overlap(model, overlap)
+    check_documents(documents)
+    check_count("batch_size", batch_size)
+    check_flag("use_state", use_state)
+    check_callable("progress", progress)
     batches = batch_by_length([len(document) for document in documents], batch_size, min_length=2)
 
     def read(rows: list[int]) -> None:
@@ -115,6 +120,7 @@ def token_losses(
 
     Arguments as in `score`.
     """
+    check_documents(documents)
     losses = [np.full(len(document), np.nan) for document in documents]
     score(
         model, documents, lambda scored: scored.put(scored.losses(), losses),
@@ -140,6 +146,8 @@ def loss_by_depth(
         nats per token by depth, and the number of tokens.
     """
     ends, stride = deep_windows(model, documents, depths)
+    check_count("batch_size", batch_size)
+    check_callable("progress", progress)
     size, nats_per_token, total = model.config.recurrence.window, {}, len(ends) * stride
     with eval_mode(model), torch.inference_mode():
         for depth in depths:
@@ -159,8 +167,11 @@ def deep_windows(
     model: RecurrentForCausalLM, documents: Sequence[Any], depths: Sequence[int]
 ) -> tuple[list[tuple[int, int]], int]:
     """The windows that `loss_by_depth` scores, as (index of the document, end), and the tokens that each scores."""
-    if not depths or min(depths) < 0:
-        raise ValueError(f"depths={list(depths)}: give numbers of windows, from 0.")
+    if not isinstance(depths, Sequence) or isinstance(depths, str) or not depths:
+        raise ValueError(f"depths={depths!r}: give numbers of windows, from 0.")
+    for depth in depths:
+        check_count("depths", depth, 0)
+    check_documents(documents)
     overlap, size = checked_overlap(model, None), model.config.recurrence.window
     stride = size - overlap
     ends = [(i, end) for i, document in enumerate(documents)

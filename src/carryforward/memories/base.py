@@ -128,6 +128,11 @@ class MemoryConfig:
         """Positions of the base model that it takes beside those of the window."""
         return 0
 
+    @property
+    def needs_training(self) -> bool:
+        """Whether its state means nothing before it is trained."""
+        return False
+
     def check_base(self, base: PreTrainedConfig) -> None:
         """Raise a ValueError if the base model cannot have this memory."""
 

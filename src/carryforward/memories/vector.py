@@ -7,6 +7,7 @@ Shapes: B rows, T positions, P pooled positions, L layers, k hidden size, S slot
 layer), m what is pooled at a position (k, or G times k where each insertion layer pools the one below it).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -74,13 +75,21 @@ class VectorMemoryConfig(MemoryConfig):
         self._require("insert_at", valid, 'a layer number from 1, a list of different ones, or "all"')
         if self.pooled_layers == "below":
             self._require("insert_at", 1 not in layers, "at least 2 with pooled_layers='below': no layer is below 1")
-        self._require("init_std", self.init_std >= 0, "0 or more")
+        for name in ("residual", "state_per_layer"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        std: Any = self.init_std
+        number = isinstance(std, int | float) and not isinstance(std, bool)
+        self._require("init_std", number and 0 <= std < math.inf, "0 or more")
 
     def min_capacity(self, overlap: int, trained_overlap: int) -> int:
         return self.slots + max(overlap - trained_overlap, 0)  # see `RecurrenceConfig.pooled`
 
     def default_window(self, usable: int) -> int:
         return min(PAPER_WINDOW, usable)
+
+    @property
+    def needs_training(self) -> bool:
+        return not self.residual
 
     def check_base(self, base: PreTrainedConfig) -> None:
         depth, layers = base.num_hidden_layers, self.insertion_layers(base.num_hidden_layers)

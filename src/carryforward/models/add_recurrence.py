@@ -14,9 +14,11 @@ from transformers.utils import logging
 from ..backbones.architectures import architecture_of
 from ..backbones.attention import unwrapped_name
 from ..config import RecurrenceConfig, RecurrentModelConfig, default_window
+from ..data.tokenization import check_tokenizer
 from ..memories.kinds import MemoryChoice
 from ..memories.vector import VectorMemoryConfig
 from ..presets import PAPER_QA_WINDOW, PRESET_MEMORIES
+from ..utils.checkpoints import fingerprint
 from ..utils.peft import check_no_adapters
 from .base import RecurrentPreTrainedModel
 from .causal_lm import RecurrentForCausalLM
@@ -64,7 +66,8 @@ def add_recurrence(
         preset: "recommended" (the default): keys and values of half a window. "paper": a pooled vector, which must be
             trained; for question answering that of section 5.4.
         memory: what is carried, instead of the preset's: "kv", "vector", a memory config, or a list of these.
-        tokenizer: for encoders: the special tokens it puts around a text are put around every window.
+        tokenizer: the model's tokenizer, which is then saved with it. The special tokens that an encoder's tokenizer
+            puts around a text are put around every window.
         documents: texts, or token ids without special tokens, to measure position offsets on, if keys and values are
             carried and positions are learned. By default the built-in text, Python's documentation, is used.
         head: "question-answering" gives an encoder without a head a new one.
@@ -88,6 +91,7 @@ def add_recurrence(
     cls = _head_of(model, architecture.causal)
     _check_attention(model)
     if tokenizer is not None:
+        check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
         fields = {**_special_fields(cls, architecture.causal, tokenizer), **fields}
     if config is None:
         answers = cls is RecurrentForQuestionAnswering
@@ -107,6 +111,10 @@ def add_recurrence(
             part.to(device=model.device if model.device.type != "meta" else None, dtype=model.dtype)
     if needs_position_offsets(result):
         _measure(result, documents, tokenizer)
+    result.tokenizer = tokenizer
+    result.config.initial_memory = {
+        kind: fingerprint(module) for kind, module in result.memory.items() if recurrence.find(kind).needs_training
+    }
     return result.train(model.training)
 
 
@@ -156,6 +164,8 @@ def _override(
     """A config with some fields replaced."""
     if preset is not None:
         raise ValueError(f"preset={preset!r}: config is given too. Leave one out.")
+    if not isinstance(config, RecurrenceConfig | dict):
+        raise ValueError(f"config={config!r}: give a RecurrenceConfig, or its fields as a dictionary.")
     config = RecurrenceConfig(**config) if isinstance(config, dict) else config
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return RecurrenceConfig(**{**values, **({} if memory is None else {"memory": memory}), **fields})
@@ -170,7 +180,7 @@ def _measure(model: RecurrentPreTrainedModel, documents: Sequence[Any] | None, t
         )
     if documents is None:
         documents = built_in_documents(model, tokenizer)
-    elif isinstance(documents, str) or not hasattr(documents, "__len__"):
+    elif isinstance(documents, str | dict) or not hasattr(documents, "__len__"):
         raise ValueError(f"documents is a {type(documents).__name__}: give a list of texts or of token ids.")
     elif len(documents) and isinstance(documents[0], str):
         if tokenizer is None:

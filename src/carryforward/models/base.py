@@ -6,8 +6,11 @@ together (`outputs`). The engine calls `run_window` for each; heads say what a w
 `encoders`, `question_answering`).
 """
 
+import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -20,15 +23,18 @@ from transformers.utils import logging
 from ..backbones import attention, hooks
 from ..backbones.hooks import HookContext
 from ..config import RecurrentModelConfig
+from ..data import tokenization
 from ..engine import bptt, run_windows
 from ..engine.activation_budget import ActivationBudget
 from ..engine.batch_plan import BatchPlan
 from ..engine.graph_cache import FastPath, GraphCache
+from ..engine.run_policy import is_sharded
 from ..engine.window_model import WindowInputs, WindowOutputs
 from ..engine.window_program import OutputSpec
 from ..memories.collection import Memories
 from ..state import State
 from ..utils import checkpoints
+from ..utils.checks import check_count, check_flag
 from ..utils.files import atomic_folder
 from ..utils.peft import check_memory_saved
 from . import argument_checks
@@ -57,6 +63,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # `num_items_in_batch` is honoured
+    tokenizer: Any = None  # saved with the model, if it is known
     auto_class: ClassVar[str] = "AutoModel"  # by name: importing it triggers the registration in `auto`
     _capturable_outputs: ClassVar[bool] = True  # a window's outputs are small, and then computed from position 0 on
     _supports_sdpa = True
@@ -80,6 +87,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         hooks.install(self.backbone, architecture)
         self.graph_cache = GraphCache()
         self.activation_budget = ActivationBudget()
+        self._fingerprint = checkpoints.CachedFingerprint()
         self.post_init()
 
     @property
@@ -102,24 +110,36 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         final: bool,
         closing: bool = False,
         prefixes: Sequence[Sequence[int]] | None = None,
+        labelled: bool = False,
+        allow_other_model: bool = False,
     ) -> BatchPlan:
-        """Check a call's arguments and cut its documents into windows."""
+        """Check a call's arguments and cut its documents into windows.
+
+        Args:
+            labelled: the call has labels, even if `labels` (those of tokens) is None.
+        """
+        for name, flag in (("use_state", use_state), ("final", final), ("allow_other_model", allow_other_model)):
+            check_flag(name, flag)
+        check_flag("return_logits", outputs)
         recurrence = self.config.recurrence
         longest_prefix = None if prefixes is None else max(map(len, prefixes))
         overlap = argument_checks.check_overlap(self.config, overlap, longest_prefix)
-        if input_ids is None and state is not None:  # no new tokens: the call only says that the documents end
+        if input_ids is None and isinstance(state, State):  # no new tokens: the call only says that documents end
             input_ids = state.tokens[:, :0]
         input_ids = argument_checks.check_batch(input_ids)
-        fresh = self.fresh_state(len(input_ids), overlap)
+        training = torch.is_grad_enabled() and (self.training or labelled or labels is not None)
+        fresh = self.fresh_state(len(input_ids), overlap, training=training)
         state = fresh if state is None else state
-        argument_checks.check_state(state, len(input_ids), fresh.signature)
+        argument_checks.check_state(state, len(input_ids), fresh, allow_other_model)
+        state = dataclasses.replace(state, model=fresh.model)  # this model's from here on
         if use_state and not self.memory.ready:
             logger.warning_once(
                 "The model cannot read its carried keys and values: its positions are learned and their offsets were "
                 "never measured. Call carryforward.measure_position_offsets(model, documents)."
             )
+        argument_checks.check_mask(attention_mask, input_ids)
         argument_checks.check_tokens(input_ids, attention_mask, state, final)
-        argument_checks.check_labels(labels, input_ids)
+        labels = argument_checks.check_labels(labels, input_ids)
         # Without a state, windows whose activations fit in memory together also run together.
         keep = recurrence.keep_windows
         plan = BatchPlan(
@@ -163,16 +183,19 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         overlap: int | None = None,
         use_state: bool = True,
         final: bool = False,
+        allow_other_model: bool = False,
     ) -> State:
         """The state after more tokens. Only complete windows run, and only for their state.
 
         Args:
+            allow_other_model: continue from a state that a model with other weights or settings has made.
             final: the documents end here: a last window that is not full passes on what it has, and the state is that
                 of the whole document. It cannot be continued then.
         """
         plan = self._plan(
             input_ids, attention_mask, None, state,
             overlap=overlap, use_state=use_state, outputs=final, final=final, closing=final,
+            allow_other_model=allow_other_model,
         )  # fmt: skip
         return self._state(plan, run_windows.advance_state(self, plan, self.activation_budget, self.graph_cache))
 
@@ -238,14 +261,33 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     # --- state, vocabulary, speed --------------------------------------------------------------------------------
 
-    def fresh_state(self, batch: int, overlap: int | None = None) -> State:
-        """The state of documents of which nothing has been read yet."""
-        overlap = self.config.recurrence.overlap if overlap is None else overlap
+    def fresh_state(self, batch: int, overlap: int | None = None, *, training: bool | None = None) -> State:
+        """The state of documents of which nothing has been read yet.
+
+        Args:
+            training: the weights change between calls, so states cannot name the model. By default they do in training
+                mode with gradients enabled.
+        """
+        overlap = argument_checks.check_overlap(self.config, overlap)
+        check_count("batch", batch)
+        training = self.training and torch.is_grad_enabled() if training is None else training
         counts = torch.zeros(batch, dtype=torch.long)
         return State(
             memory=self.memory.initial(batch), started=counts.bool(), tokens=counts[:, None][:, :0], pending=counts,
-            read=counts, signature=f"{self._signature}, overlap {overlap}",
+            read=counts, signature=f"{self._signature}, overlap {overlap}", model=self._model_fingerprint(training),
         )  # fmt: skip
+
+    def _model_fingerprint(self, training: bool) -> str:
+        """What tells this model's states from those of another: a digest of its weights without the head, and of the
+        settings that decide what a state means. Empty in training and for weights that are sharded."""
+        if training:
+            self._fingerprint.forget()
+            return ""
+        if is_sharded(self.modules()):
+            return ""
+        weights = self._fingerprint(self.backbone, self.memory)
+        settings = json.dumps(self.config.recurrence.state_settings(), sort_keys=True)
+        return weights and blake2b(f"{weights} {settings}".encode(), digest_size=8).hexdigest()
 
     @property
     def _signature(self) -> str:
@@ -259,6 +301,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             f"{base.model_type} of {base.num_hidden_layers} layers, vocabulary {base.vocab_size}, "
             f"{', '.join(memories)}, window {recurrence.window}"
         )
+
+    @property
+    def untrained_memories(self) -> list[str]:
+        """The kinds of memory whose states mean nothing yet: they must be trained, and have not changed since
+        `add_recurrence` made them."""
+        initial = self.config.initial_memory or {}
+        return [kind for kind, memory in self.memory.items() if initial.get(kind) == checkpoints.fingerprint(memory)]
 
     @property
     def _vocabulary(self) -> int:
@@ -316,13 +365,20 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         super().gradient_checkpointing_enable(settings, **kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Save as every Hugging Face model does; nothing half-written ever appears at `save_directory`."""
+        """Save as every Hugging Face model does; nothing half-written ever appears at `save_directory`.
+
+        The tokenizer that `add_recurrence` was given is saved too.
+        """
         check_memory_saved(self)
         if not kwargs.get("is_main_process", True):
             return super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", Path(save_directory).resolve().name)  # not the temporary folder's name
         with atomic_folder(save_directory) as temporary:
+            if hasattr(self.tokenizer, "save_pretrained"):
+                self.config.tokenizer_fingerprint = tokenization.fingerprint(self.tokenizer)
+                hub = {name: kwargs[name] for name in ("push_to_hub", "repo_id", "token") if name in kwargs}
+                self.tokenizer.save_pretrained(temporary, **hub)
             super().save_pretrained(temporary, **kwargs)
 
     @classmethod

@@ -50,6 +50,7 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         past_key_values: WindowCache | None = None,
+        allow_other_model: bool = False,
         **others: Any,
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them.
@@ -63,13 +64,16 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
             state: an earlier call's `state`, to continue from; the first new token is then scored too.
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone, as with the base model. True by default.
-            logits_to_keep: compute logits for the last so many columns only, or for the columns listed; 0 is all.
+            logits_to_keep: compute logits for the last so many columns only, or for the columns listed, or for those of
+                a boolean mask [N]; 0 is all.
             return_logits: return logits beside the loss; without labels they are always returned.
             num_items_in_batch: divide the loss by this instead of the number of scored targets.
             past_key_values: from `generate`: read the next tokens, and return the logits of the last one only.
+            allow_other_model: continue from a state that a model with other weights or settings has made.
             **others: arguments of Hugging Face models that must not request anything here.
         """
         argument_checks.refuse_unsupported(others)
+        argument_checks.check_num_items(num_items_in_batch)
         if past_key_values is not None:
             check_cache(
                 past_key_values, labels=labels, state=state, overlap=overlap, use_state=use_state,
@@ -82,8 +86,9 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
         outputs = labels is None if return_logits is None else return_logits
         use_state = True if use_state is None else use_state
         plan = self._plan(
-            input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs, final=False
-        )
+            input_ids, attention_mask, labels, state, overlap=overlap, use_state=use_state, outputs=outputs,
+            final=False, allow_other_model=allow_other_model,
+        )  # fmt: skip
         columns, width, order = columns_to_keep(logits_to_keep, plan.width) if outputs else (None, 0, None)
         logits, fields = self._read_documents(plan, columns, width, num_items_in_batch)
         if logits is not None and order is not None:

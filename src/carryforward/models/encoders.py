@@ -10,6 +10,7 @@ from transformers.utils import can_return_tuple
 
 from ..engine.window_program import OutputSpec
 from ..state import State
+from ..utils.checks import check_flag
 from . import argument_checks
 from .base import RecurrentPreTrainedModel
 from .outputs import RecurrentOutput, input_layout, max_over_windows
@@ -34,6 +35,7 @@ class EncoderHead(RecurrentPreTrainedModel):
         final: bool = True,
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        allow_other_model: bool = False,
         **others: Any,
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them.
@@ -53,13 +55,16 @@ class EncoderHead(RecurrentPreTrainedModel):
             return_logits: return logits beside the loss; without labels they are always returned, and a classifier's
                 also without gradients, since they are small and evaluation needs them.
             num_items_in_batch: divide the loss by this instead of the number of scored targets (token outputs only).
+            allow_other_model: continue from a state that a model with other weights or settings has made.
             **others: arguments of Hugging Face models that must not request anything here.
         """
         argument_checks.refuse_unsupported({**others, "token_type_ids": token_type_ids})
+        argument_checks.check_num_items(num_items_in_batch)
+        check_flag("return_logits", return_logits, optional=True)
         returns_logits = self._returns_logits(labels) if return_logits is None else return_logits
         documents = {
             "input_ids": input_ids, "attention_mask": attention_mask, "state": state,
-            "overlap": overlap, "use_state": use_state, "final": final,
+            "overlap": overlap, "use_state": use_state, "final": final, "allow_other_model": allow_other_model,
         }  # fmt: skip
         return self._read(documents, labels, returns_logits, num_items_in_batch)
 
@@ -126,9 +131,10 @@ class RecurrentForSequenceClassification(EncoderHead):
         if num_items is not None:
             raise ValueError("num_items_in_batch: a sequence classifier averages over documents. Leave it out.")
         final = documents["final"]
-        plan = self._plan(**documents, labels=None, outputs=True)
+        plan = self._plan(**documents, labels=None, outputs=True, labelled=labels is not None)
         if labels is not None and final:
-            self._check_labels(labels, len(plan.read))
+            size = len(self.config.id2label)  # type: ignore[arg-type]
+            labels = argument_checks.check_targets(labels, len(plan.read), size, self.config.problem_type)
         results, flat = self._run(plan, OutputSpec(lambda batch, first_token: (first_token,)))
         summary = max_over_windows(plan, [first_token for (first_token,) in results])
         logits = loss = None
@@ -139,11 +145,3 @@ class RecurrentForSequenceClassification(EncoderHead):
         emitted = torch.tensor(plan.emitted())
         logits = logits if returns_logits else None
         return RecurrentOutput(loss=loss, logits=logits, emitted=emitted, state=self._state(plan, flat, summary))
-
-    def _check_labels(self, labels: Tensor, rows: int) -> None:
-        """Check labels of a single class per document; the loss judges all others."""
-        number = len(self.config.id2label)  # type: ignore[arg-type]
-        single = self.config.problem_type in (None, "single_label_classification") and number > 1
-        if single and not labels.is_floating_point():
-            argument_checks.check_one_each(labels.view(-1), rows, "labels")
-            argument_checks.check_classes(labels, None, number)

@@ -38,6 +38,7 @@ class Generation(GenerationMixin):
         state: State | None = None,
         overlap: int | None = None,
         use_state: bool | None = None,
+        allow_other_model: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Generate as every Hugging Face model does, with prompts and outputs of any length.
@@ -48,6 +49,7 @@ class Generation(GenerationMixin):
             state: continue from here: the prompts are what follows.
             overlap: generate at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone. True by default.
+            allow_other_model: continue from a state that a model with other weights or settings has made.
             *args, **kwargs: as for every Hugging Face model. With `return_dict_in_generate=True` the result's
                 `past_key_values.state` is the state to continue from: each row but its last token, an eos included,
                 has been read. There is none after beam search.
@@ -66,6 +68,8 @@ class Generation(GenerationMixin):
             prompts = None
             if state is None:
                 raise ValueError("input_ids has no tokens: give a prompt, or a state to continue from.")
+        if prompts is not None:
+            argument_checks.check_mask(kwargs.get("attention_mask"), prompts)
         if state is not None and prompts is None:
             state, prompts = state.before_last()
             kwargs["attention_mask"] = torch.ones_like(prompts)  # or transformers infers padding from ids
@@ -73,8 +77,10 @@ class Generation(GenerationMixin):
         if cache is None:
             overlap = argument_checks.check_overlap(model.config, overlap)
             start = model.fresh_state(rows, overlap) if state is None else state
-            cache = kwargs["past_key_values"] = WindowCache(start, overlap, True if use_state is None else use_state)
-        argument_checks.check_state(cache.state, rows, model.fresh_state(rows, cache.overlap).signature)
+            use_state = True if use_state is None else use_state
+            cache = kwargs["past_key_values"] = WindowCache(start, overlap, use_state, allow_other_model)
+        fresh = model.fresh_state(rows, cache.overlap)
+        argument_checks.check_state(cache.state, rows, fresh, cache.allow_other_model)
         ends = settings.eos_token_id
         cache.ends = () if ends is None else tuple(torch.as_tensor(ends).flatten().tolist())
         return super().generate(prompts, generation_config, *args, **kwargs)  # type: ignore[misc]

@@ -37,12 +37,14 @@ class RecurrentModel(TokenOutputModel):
         overlap: int | None = None,
         use_state: bool = True,
         final: bool = True,
+        allow_other_model: bool = False,
         **others: Any,
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them. Arguments as in `encoders.EncoderHead.forward`."""
         argument_checks.refuse_unsupported({**others, "token_type_ids": token_type_ids})
         plan = self._plan(
-            input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final
-        )
+            input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final,
+            allow_other_model=allow_other_model,
+        )  # fmt: skip
         hidden, fields = self._read_documents(plan, *input_layout(plan, state))
         return RecurrentOutput(last_hidden_state=hidden, **fields)

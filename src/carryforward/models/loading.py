@@ -19,15 +19,20 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from ..backbones.architectures import architecture_of, is_supported
 from ..config import RecurrentModelConfig
+from ..data import tokenization
+from ..engine.graph_cache import first_line
 from ..settings import BUNDLED
 from ..utils import checkpoints
 from . import auto
 from .add_recurrence import add_recurrence, savable
 from .base import RecurrentPreTrainedModel
 from .question_answering import RecurrentForQuestionAnswering
+
+logger = logging.get_logger(__name__)
 
 _BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled"
 RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
@@ -72,7 +77,8 @@ def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
         savable(model.generation_config)
     if isinstance(model, RecurrentPreTrainedModel) and not isinstance(config, RecurrentModelConfig):
         model = model.base
-    return Loaded(name, model, load_tokenizer(name), run, stored=getattr(config, "dtype", None))
+    tokenizer = load_tokenizer(name, config or model.config)
+    return Loaded(name, _keep(model, tokenizer), tokenizer, run, stored=getattr(config, "dtype", None))
 
 
 def describe_causal(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
@@ -92,12 +98,13 @@ def describe_causal(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]
 
 def load_recurrent(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
     """Load a recurrent model with the head it was saved with; a plain model without its head, made recurrent."""
-    config, tokenizer = load_config(name), load_tokenizer(name)
+    config = load_config(name)
+    tokenizer = load_tokenizer(name, config)
     if isinstance(config, RecurrentModelConfig):
         check_window(name, config, window)
         cls = auto.classes()[config.architectures[0]]  # type: ignore[index]
         model = load_model(cls.from_pretrained, name, dtype=torch.float32)
-        loaded = Loaded(name, model, tokenizer, _run_of(name))
+        loaded = Loaded(name, _keep(model, tokenizer), tokenizer, _run_of(name))
     else:
         positions = architecture_of(config).max_positions(config)
         plain = load_model(AutoModel.from_pretrained, name, dtype=torch.float32)
@@ -125,13 +132,14 @@ def need_state(name: str) -> None:
 
 def load_question_answering(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
     """Load a model that finds answers: a recurrent one, or a plain question-answering one, read in windows."""
-    config, tokenizer = describe_question_answering(name, window=window), load_tokenizer(name)
+    config = describe_question_answering(name, window=window)
+    tokenizer = load_tokenizer(name, config)
     model = load_model(AutoModelForQuestionAnswering.from_pretrained, name, dtype=torch.float32)
     if not isinstance(config, RecurrentModelConfig):
         fields: dict[str, Any] = {} if window is None else {"window": window}
         model = add_recurrence(model, tokenizer=tokenizer, preset="paper", **fields)
         model.config.use_state = False
-    loaded = Loaded(name, model, tokenizer, _run_of(name), untrained=not model.config.use_state)
+    loaded = Loaded(name, _keep(model, tokenizer), tokenizer, _run_of(name), untrained=not model.config.use_state)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
 
@@ -162,9 +170,45 @@ def usable_device(name: str | None) -> str:
     return name
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load a model's tokenizer."""
-    return load_model(AutoTokenizer.from_pretrained, name)
+def load_tokenizer(name: str, config: PreTrainedConfig | None = None, **options: Any) -> Any:
+    """Load a model's tokenizer. One that is missing, damaged or cannot be the model's is refused; one other than a
+    recurrent model was saved with is warned of.
+
+    Args:
+        config: the model's config; by default it is loaded.
+        **options: for `from_pretrained`.
+    """
+    config = load_config(name) if config is None else config
+    where, more = _find(name)
+    advice = f"Save the model's own tokenizer there: tokenizer.save_pretrained({where!r})."
+    if Path(where).is_dir() and not more and not _tokenizer_files(Path(where)):
+        raise ValueError(f"model {name!r} has no tokenizer files. {advice}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **more, **options)
+    except Exception as error:  # of many kinds: damaged files make transformers and tokenizers fail anywhere
+        files = ", ".join(_tokenizer_files(Path(where))) or "on the Hub"
+        raise ValueError(
+            f"model {name!r}: its tokenizer ({files}) cannot be loaded ({first_line(error)}). {advice}"
+        ) from error
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    tokenization.check_tokenizer(tokenizer, vocabulary, name=f"the tokenizer of {name}", advice=advice)
+    recorded = getattr(config, "tokenizer_fingerprint", None)
+    if recorded is not None and tokenization.fingerprint(tokenizer) != recorded:
+        logger.warning("The tokenizer of %s is not the one that the model was saved with. %s", name, advice)
+    return tokenizer
+
+
+def _tokenizer_files(folder: Path) -> list[str]:
+    """The names of files that may be a tokenizer's."""
+    patterns = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.spm", "spiece*", "*bpe*", "tekken*")
+    return sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
+
+
+def _keep(model: Any, tokenizer: Any) -> Any:
+    """The model, which saves its tokenizer with it if it is recurrent."""
+    if isinstance(model, RecurrentPreTrainedModel):
+        model.tokenizer = tokenizer
+    return model
 
 
 def load_config(name: str) -> PreTrainedConfig:

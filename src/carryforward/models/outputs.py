@@ -2,6 +2,7 @@
 """What a call returns, and how the outputs of its windows are put together."""
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -88,16 +89,31 @@ def max_over_windows(plan: BatchPlan, first_tokens: list[Tensor]) -> Tensor | No
 def columns_to_keep(logits_to_keep: int | Tensor, width: int) -> tuple[Tensor, int, Tensor | None]:
     """For each input column its output column or -1; the number of output columns; and their final order, if any."""
     if isinstance(logits_to_keep, Tensor):
+        logits_to_keep = _listed_columns(logits_to_keep, width)
         if logits_to_keep.numel() and not -width <= int(logits_to_keep.min()) <= int(logits_to_keep.max()) < width:
             raise ValueError(f"logits_to_keep: columns are {-width} to {width - 1}, not {logits_to_keep.tolist()}.")
         listed, order = (logits_to_keep.cpu() % width).unique(return_inverse=True)
         columns = torch.full((width,), -1)
         columns[listed] = torch.arange(len(listed))
         return columns, len(listed), order
-    if logits_to_keep < 0:
-        raise ValueError(f"logits_to_keep={logits_to_keep}: give 0 for all columns, n for the last n, or a tensor.")
-    count = min(logits_to_keep, width) or width
+    if not isinstance(logits_to_keep, Integral) or isinstance(logits_to_keep, bool) or logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep={logits_to_keep!r}: give 0 for all columns, n for the last n, or a tensor.")
+    count = min(int(logits_to_keep), width) or width
     return torch.arange(width).sub(width - count).clamp(min=-1), count, None
+
+
+def _listed_columns(columns: Tensor, width: int) -> Tensor:
+    """The numbers of the columns to keep, from a list of numbers or from a mask, as in indexing."""
+    if columns.ndim != 1 or columns.is_floating_point() or columns.is_complex() or columns.is_meta:
+        raise ValueError(
+            f"logits_to_keep has shape {list(columns.shape)} and dtype {columns.dtype}: give column numbers, [n], or a "
+            f"mask of the columns, [{width}]."
+        )
+    if columns.dtype != torch.bool:
+        return columns.long()
+    if len(columns) != width:
+        raise ValueError(f"logits_to_keep is a mask of {len(columns)} columns, and input_ids has {width}.")
+    return columns.nonzero()[:, 0]
 
 
 def input_layout(plan: BatchPlan, state: State | None) -> tuple[Tensor | None, int]:

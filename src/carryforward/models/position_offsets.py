@@ -18,8 +18,10 @@ from transformers.utils import logging
 from ..backbones import attention
 from ..backbones.hooks import HookContext
 from ..data.documents import load_documents
+from ..data.tokenization import check_tokenizer, token_array
 from ..memories.kv import KVMemory, KVMemoryConfig
 from ..settings import PYTHON_DOCS
+from ..utils.checks import check_callable, check_count
 from ..utils.peft import get_recurrent_model
 from ..utils.progress import ProgressBar, ProgressCallback
 from . import argument_checks
@@ -41,7 +43,9 @@ def built_in_documents(model: RecurrentPreTrainedModel, tokenizer: Any = None) -
     """Token ids of the built-in text, with a model's own tokenizer: the one given, or the one saved beside it."""
     name = model.base.name_or_path
     try:
-        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(name) if name else None
+        if tokenizer is None and name:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            check_tokenizer(tokenizer, model._vocabulary)  # of a folder without one, transformers makes an empty one
     except (OSError, ValueError):
         tokenizer = None
     if tokenizer is None:
@@ -77,15 +81,15 @@ def measure_position_offsets(
     model = get_recurrent_model(model)
     if not isinstance(model, RecurrentPreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}: add recurrence first (add_recurrence(model)).")
-    if rows < 1:
-        raise ValueError(f"rows={rows} must be at least 1.")
+    check_count("rows", rows)
+    check_callable("progress", progress, optional=True)
     memory = model.memory.get(KVMemoryConfig.kind)
     if not isinstance(memory, KVMemory) or memory.position_offsets is None:
         return
     attention.use_wrapped_attention(model.backbone.config)
     prefix = model.config.recurrence.prefix
     texts = _stretches(documents, memory.position_offsets.shape[-2] - len(prefix), rows)
-    argument_checks.check_vocabulary(torch.from_numpy(texts), None, model._vocabulary)
+    argument_checks.check_vocabulary(torch.from_numpy(texts), None, model._vocabulary, "documents")
     if len(texts) < min(rows, MIN_ROWS):
         logger.warning(
             "Position offsets are measured on only %d stretches of %d tokens: carried keys and values will be read "
@@ -111,7 +115,7 @@ def _stretches(documents: Sequence[Any], length: int, rows: int) -> np.ndarray:
     """Rows of `length` tokens, from the middle of documents all over the corpus, joined where they are short."""
     try:
         count = min(len(documents), rows)
-        chosen = [np.asarray(documents[i * len(documents) // count], dtype=np.int64) for i in range(count)]
+        chosen = [token_array(documents[i * len(documents) // count], "documents") for i in range(count)]
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError("documents must be a list of token ids for each text, as `tokenise` returns.") from error
     share = -(-rows * length // max(count, 1))

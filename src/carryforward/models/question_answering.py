@@ -20,6 +20,7 @@ from ..config import RecurrentModelConfig
 from ..engine.loss import to_float32
 from ..engine.window_batches import WindowBatch
 from ..engine.window_program import OutputSpec
+from ..utils.checks import check_callable
 from ..windows import IGNORE
 from . import argument_checks
 from .base import RecurrentPreTrainedModel
@@ -88,8 +89,11 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
     def prefixes(self, question_ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None = None) -> list[list[int]]:
         """The tokens in front of every window: special tokens, the row's question, the separator."""
         recurrence = self.config.recurrence
-        rows = question_ids.tolist() if isinstance(question_ids, Tensor) else [list(row) for row in question_ids]
+        rows = argument_checks.token_lists("question_ids", question_ids)
         if mask is not None:
+            if not isinstance(question_ids, Tensor):
+                raise ValueError("question_mask is given, and question_ids is a list: leave it out, or give tensors.")
+            argument_checks.check_mask(mask, question_ids, "question_mask")
             rows = [[token for token, real in zip(*pair, strict=True) if real]
                     for pair in zip(rows, mask.tolist(), strict=True)]  # fmt: skip
         return [[*recurrence.prefix, *row, *recurrence.separator] for row in rows]
@@ -128,14 +132,19 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             **others: arguments of Hugging Face models that must not request anything here.
         """
         argument_checks.refuse_unsupported(others)
-        if question_ids is None or len(question_ids) != len(input_ids):
-            problem = "missing" if question_ids is None else f"{len(question_ids)} rows, input_ids {len(input_ids)}"
-            raise ValueError(f"question_ids: {problem}. Give one question for each document.")
-        use_state = self.config.use_state if use_state is None else use_state
+        check_callable("progress", progress)
+        input_ids = argument_checks.check_batch(input_ids)
+        if question_ids is None:
+            raise ValueError("question_ids: missing. Give one question for each document.")
         prefixes = self.prefixes(question_ids, question_mask)
+        if len(prefixes) != len(input_ids):
+            raise ValueError(
+                f"question_ids: {len(prefixes)} rows, input_ids {len(input_ids)}. Give one question for each document."
+            )
+        use_state = self.config.use_state if use_state is None else use_state
         tokens = torch.tensor([token for prefix in prefixes for token in prefix])
         argument_checks.check_vocabulary(tokens, None, self.config.base_config.vocab_size, "question_ids")
-        argument_checks.check_one_each(answer_kinds, len(input_ids), "answer_kinds")
+        answer_kinds = argument_checks.check_one_each(answer_kinds, len(input_ids), "answer_kinds")
         argument_checks.check_classes(answer_kinds, None, len(ANSWER_KINDS), "answer_kinds")
         plan = self._plan(
             input_ids, attention_mask, None, None, overlap=overlap, use_state=use_state, outputs=True, final=True,
@@ -143,7 +152,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         )  # fmt: skip
         layout = OutputLayout(plan, torch.arange(plan.width), plan.width)
         answers = None
-        if start_positions is not None or answer_kinds is not None:
+        if any(labels is not None for labels in (start_positions, end_positions, answer_kinds)):
             real = torch.zeros(len(input_ids) * plan.width, dtype=torch.bool)
             real[layout.targets] = True
             answers = _answer_spans(start_positions, end_positions, real.view(len(input_ids), -1))
@@ -165,10 +174,9 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
 
 def _checked_positions(name: str, positions: Tensor | None, real: Tensor) -> Tensor:
     """Start or end positions of answers, on the host; each must be a real token, [B, N], or -100."""
+    positions = argument_checks.check_one_each(positions, len(real), name)
     if positions is None:
         raise ValueError(f"{name} is missing: give starts and ends, {IGNORE} where an answer has none.")
-    positions = positions.view(-1) if positions.ndim == 2 and positions.shape[1] == 1 else positions
-    argument_checks.check_one_each(positions, len(real), name)
     for row, column in enumerate(columns := positions.tolist()):
         if column != IGNORE and not (0 <= column < real.shape[1] and real[row, column]):
             raise ValueError(

@@ -40,17 +40,19 @@ class WindowCache(Cache):
     is_croppable = False  # transformers must not read a token ahead and take it back
     is_compileable = False
 
-    def __init__(self, state: State, overlap: int, use_state: bool = True):
+    def __init__(self, state: State, overlap: int, use_state: bool = True, allow_other_model: bool = False):
         """
         Args:
             state: how far the documents have been read; a fresh one for new documents.
             overlap: tokens that consecutive windows share.
             use_state: False removes the state.
+            allow_other_model: the state may be that of a model with other weights or settings.
         """
         super().__init__(layers=[])
         self.state_before: State | None = state
         self.overlap = overlap
         self.use_state = use_state
+        self.allow_other_model = allow_other_model
         self.columns = 0
         self.ends: tuple[int, ...] = ()
         self.has_beams = False
@@ -160,11 +162,13 @@ class WindowCache(Cache):
         assert before is not None
         if len(ids) > len(before):  # several sequences for each prompt
             before = before[torch.arange(len(before)).repeat_interleave(len(ids) // len(before))]
-        state = model.advance_state(ids, mask, before, overlap=self.overlap, use_state=self.use_state)
+        state = model.advance_state(
+            ids, mask, before, overlap=self.overlap, use_state=self.use_state, allow_other_model=self.allow_other_model
+        )
         self.state_before = None
         self.keys, self.values = {}, {}  # there may be more rows than before
         self._decode_graph, self._steps = None, 0
-        self._signature = state.signature
+        self._signature, self._model = state.signature, state.model
         self._batch, self._window = len(state), model.config.recurrence.window
         self._state_columns = _state_columns(model)
         device = state.tokens.device
@@ -363,6 +367,7 @@ class WindowCache(Cache):
             memory=dict(self._memory), started=torch.tensor(self._started),
             tokens=self._tokens[:, : int(pending.max())].clone(),  # the buffer is overwritten
             pending=pending, read=torch.tensor(self._read), signature=self._signature,
+            model=self._model,
         )  # fmt: skip
 
 

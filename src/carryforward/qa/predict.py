@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..data.samples import batch_by_length, pad
-from ..data.tokenization import check_text, tokenise_texts
+from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
 from ..models import argument_checks
 from ..models.base import eval_mode
+from ..models.loading import load_tokenizer
 from ..models.question_answering import ANSWER_KINDS, RecurrentForQuestionAnswering
+from ..utils.checks import check_count, check_flag
 from ..utils.peft import get_recurrent_model
 from ..utils.progress import ProgressBar
 from .dataset import Question
@@ -98,14 +100,14 @@ def answer(
 
 
 def _saved_tokenizer(model: RecurrentForQuestionAnswering) -> Any:
-    from transformers import AutoTokenizer
-
+    if model.tokenizer is not None:
+        return model.tokenizer
     if not model.name_or_path:
         raise ValueError("tokenizer is missing, and the model was not loaded from a folder that has one: give one.")
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path)
+        return load_tokenizer(model.name_or_path, model.config)
     except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer is missing, and {model.name_or_path} has none: give one.") from error
+        raise ValueError(f"tokenizer is missing, and {model.name_or_path} has none: give one. ({error})") from error
 
 
 def tokenise_questions(
@@ -113,6 +115,7 @@ def tokenise_questions(
 ) -> list[TokenisedQuestion]:
     """Tokenise questions for `answer_all`; refuse those that do not fit into the model's windows, naming their id."""
     overlap = argument_checks.check_overlap(model.config, overlap)
+    check_tokenizer(tokenizer, model.config.vocab_size)
     for question in questions:
         for name, text in zip(_names(question), (question.question, question.document), strict=True):
             check_text(name, text)
@@ -145,9 +148,10 @@ def answer_all(
 
     Arguments are those of `answer`; `progress` is called with the number of document tokens just read.
     """
-    for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_count("top_k", top_k)
+    check_count("max_answer_tokens", max_answer_tokens)
+    check_flag("allow_none", allow_none)
+    check_flag("use_state", use_state, optional=True)
     predicts_kinds = model.predicts_kinds
     if allow_none and not predicts_kinds:
         logger.warning_once("The model was not trained to predict that there is no answer, and will always give one.")

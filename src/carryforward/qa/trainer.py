@@ -64,6 +64,9 @@ class QuestionTrainer(BaseTrainer):
                 "peft has frozen the question-answering head, and would not save it: set "
                 f"modules_to_save={['memory', *frozen]} in the adapter's config."
             )
+        for name, questions in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset or [])):
+            if not isinstance(questions, Sequence) or not all(isinstance(one, Question) for one in questions):
+                raise ValueError(f"{name}: give a list of Question, as read_questions returns.")
         self.tokenizer = tokenizer
         samples_or_none = [_sample(question) for question in tokenise_questions(inner, train_dataset, tokenizer)]
         samples = [sample for sample in samples_or_none if sample is not None]

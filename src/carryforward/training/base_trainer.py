@@ -54,6 +54,11 @@ class BaseTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if self.label_smoothing_factor:
             raise ValueError("label_smoothing_factor is not for recurrent models, which compute their own loss. Use 0.")
+        rate = self.recurrence_learning_rate
+        if rate is not None and (
+            isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf
+        ):
+            raise ValueError(f"recurrence_learning_rate={rate!r} must be a number of at least 0, or None.")
         super().__post_init__()
 
 

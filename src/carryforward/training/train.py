@@ -54,7 +54,7 @@ def _train(
     settings: TrainSettings, run: RunFolder, processes: RecurrentTrainingArguments, report_to: str, use_cpu: bool
 ) -> dict[str, Any]:
     config = _check_recurrence(settings)
-    tokenizer = load_tokenizer(settings.model)
+    tokenizer = load_tokenizer(settings.model, config)
     with processes.main_process_first(local=False):
         train_documents, validation = _documents(settings, tokenizer)
     console.note(_describe("training", train_documents) + (_describe("; validation", validation) if validation else ""))
@@ -144,7 +144,7 @@ def _recurrent(
     fields = recurrence_arguments(settings, loaded.model.config)
     if not architecture_of(loaded.model.config).rotary:  # position offsets are measured: on the device of the training
         loaded.model.to(device)  # type: ignore[arg-type]
-    model = add_recurrence(loaded.model, documents=documents, **fields)
+    model = add_recurrence(loaded.model, documents=documents, tokenizer=loaded.tokenizer, **fields)
     assert isinstance(model, RecurrentForCausalLM)
     return model
 

@@ -21,10 +21,12 @@ from ..data.samples import EpochSampler, Samples, StatefulBatchSampler, check_do
 from ..evaluation.perplexity import Perplexity, perplexity
 from ..models.causal_lm import RecurrentForCausalLM
 from ..state import State
+from ..utils.checks import check_count, check_flag
 from ..utils.peft import get_recurrent_model, is_frozen_by_peft
 from ..windows import IGNORE
 from .base_trainer import BaseTrainer, BaseTrainingArguments
 
+_OF_WORDS = "word_perplexity"  # a metric that needs the counts of words
 NEVER = 10**12  # steps; intervals are counted in tokens instead
 
 
@@ -59,14 +61,15 @@ class RecurrentTrainingArguments(BaseTrainingArguments):
     eval_steps: float | None = NEVER
     save_strategy: str = "steps"
     save_steps: float = NEVER
-    metric_for_best_model: str | None = "word_perplexity"
+    metric_for_best_model: str | None = _OF_WORDS  # of token lists, whose words are not known: token_perplexity
     greater_is_better: bool | None = False
 
     def __post_init__(self) -> None:
         for name in ("windows_per_sample", "eval_tokens", "train_tokens", "save_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+            check_count(name, value, optional=name in ("train_tokens", "save_tokens"))
+        for name in ("freeze_base", "carry_state", "use_state"):
+            check_flag(name, getattr(self, name))
         if self.carry_state and not self.use_state:
             raise ValueError("carry_state=True carries the state, which use_state=False removes: choose one.")
         if self.freeze_base and not self.use_state:
@@ -96,6 +99,9 @@ class RecurrentTrainer(BaseTrainer):
         if not isinstance(inner, RecurrentForCausalLM):
             raise ValueError(f"RecurrentTrainer trains causal recurrent models, not {type(model).__name__}. Make one "
                              "with add_recurrence(AutoModelForCausalLM.from_pretrained(...)).")  # fmt: skip
+        if not isinstance(args, RecurrentTrainingArguments):
+            raise ValueError(f"args is a {type(args).__name__}: give RecurrentTrainingArguments(...).")
+        check_documents(train_dataset, "train_dataset")
         has_parameters = any(True for _ in inner.memory.parameters())
         if args.freeze_base and (not has_parameters or is_frozen_by_peft(model, inner.memory)):
             raise ValueError("freeze_base trains only the recurrence, and this one has no parameters to train.")
@@ -108,9 +114,11 @@ class RecurrentTrainer(BaseTrainer):
         if isinstance(eval_dataset, dict):
             raise ValueError("eval_dataset is a dictionary. Give documents, and pass other datasets to evaluate(...).")
         if eval_dataset is not None:
-            check_documents(eval_dataset)
+            check_documents(eval_dataset, "eval_dataset")
             if not any(len(document) > 1 for document in eval_dataset):
                 raise ValueError("eval_dataset: no document has a second token to predict.")
+            if not np.any(getattr(eval_dataset, "words", 0)) and (args.metric_for_best_model or "").endswith(_OF_WORDS):
+                args.metric_for_best_model = "token_perplexity"  # token lists have no words: it ranks models the same
         self.global_batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         rows, seed = args.train_batch_size * args.world_size, args.seed if args.data_seed is None else args.data_seed
         self.order = (
@@ -161,7 +169,8 @@ class RecurrentTrainer(BaseTrainer):
         return steps if steps > 0 else math.ceil(self.args.num_train_epochs * self.epoch_steps)
 
     def describe_metrics(self, metrics: dict[str, float]) -> str:
-        return f"validation word perplexity {metrics['eval_word_perplexity']:,.2f}"
+        unit = "word" if "eval_word_perplexity" in metrics else "token"
+        return f"validation {unit} perplexity {metrics[f'eval_{unit}_perplexity']:,.2f}"
 
     def compute_loss(  # type: ignore[override]
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
@@ -242,7 +251,8 @@ class RecurrentTrainer(BaseTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Measure the perplexity of whole documents at the overlap of training."""
+        """Measure the perplexity of whole documents at the overlap of training: of tokens, and of words and bytes where
+        they were counted."""
         documents = self.eval_dataset if eval_dataset is None else eval_dataset
         if documents is None:
             raise ValueError("evaluate needs documents: give eval_dataset, here or to RecurrentTrainer.")
@@ -251,13 +261,12 @@ class RecurrentTrainer(BaseTrainer):
             raise self._non_finite(f"The validation loss became {score.nats}", self.state.global_step)
         metrics = {
             f"{metric_key_prefix}_loss": score.nats / max(score.tokens, 1),
-            f"{metric_key_prefix}_word_perplexity": score.word_perplexity if score.words else score.token_perplexity,
+            f"{metric_key_prefix}_word_perplexity": score.word_perplexity,
             f"{metric_key_prefix}_token_perplexity": score.token_perplexity,
             f"{metric_key_prefix}_tokens": score.tokens,
+            f"{metric_key_prefix}_bits_per_byte": score.bits_per_byte,
         }
-        if score.bytes:
-            metrics[f"{metric_key_prefix}_bits_per_byte"] = score.bits_per_byte
-        return self._report_metrics(metrics)
+        return self._report_metrics({name: value for name, value in metrics.items() if value is not None})
 
     def _perplexity(self, documents: Any) -> Perplexity:
         """Perplexity over all processes: each one scores its share of the documents, and the sums are reduced."""

@@ -9,9 +9,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
+import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from .digests import damaged_file, digest_files
 
@@ -46,13 +48,62 @@ def load_strictly(load: Callable, cls: type, name: Any, *args: Any, **kwargs: An
     return (model, info) if return_info else model
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a digest of a model's weights, computed from at most some 256 values of each tensor."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(model.state_dict().items()):
-        values = tensor.detach().flatten()[:: max(1, tensor.numel() // 256)].float().cpu()
-        digest.update(f"{name} {tuple(tensor.shape)}".encode() + values.numpy().tobytes())
+# --- fingerprints of weights ---------------------------------------------------------------------------------------
+
+
+def fingerprint(*modules: nn.Module) -> str:
+    """Return a digest of modules' weights, computed from some 256 to 512 values of each tensor.
+
+    Values are rounded to bfloat16: a model has the same fingerprint in float32 and in bfloat16. (In float16 it has
+    another one: values are then rounded twice.) It is empty if there are no weights here: on the meta device, sharded.
+    """
+    tensors = [(f"{i}.{name}", x) for i, module in enumerate(modules) for name, x in sorted(_tensors(module).items())]
+    if not tensors or not all(_is_here(tensor) for _, tensor in tensors):
+        return ""
+    samples = [x.detach().flatten()[:: max(1, x.numel() // 256)].to(torch.bfloat16) for _, x in tensors]
+    if len({sample.device for sample in samples}) > 1:
+        samples = [sample.cpu() for sample in samples]
+    digest = hashlib.blake2b("".join(f"{name} {tuple(x.shape)} " for name, x in tensors).encode(), digest_size=8)
+    digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())  # one transfer from the device
     return digest.hexdigest()
+
+
+class CachedFingerprint:
+    """`fingerprint`, computed again only if a weight was replaced, moved or changed in place.
+
+    Updates of `weight.data` leave no trace on a weight: call `forget` where they may have happened.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._weights: list[ref[nn.Parameter]] = []
+        self._versions: list[tuple[int, int]] = []
+        self._value = ""
+
+    def __call__(self, *modules: nn.Module) -> str:
+        weights = [weight for module in modules for weight in module.parameters()]
+        if not all(_is_here(weight) for weight in weights):
+            return ""
+        versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+        known = versions == self._versions and all(a() is b for a, b in zip(self._weights, weights, strict=True))
+        if not known:
+            self._value = fingerprint(*modules)
+            self._weights, self._versions = [ref(weight) for weight in weights], versions
+        return self._value
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return CachedFingerprint, ()  # a copy has other weights; references to weights cannot be pickled
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _is_here(tensor: Tensor) -> bool:
+    """Whether a tensor has its values on this process: it is not on the meta device, and not a DTensor's shard."""
+    return not tensor.is_meta and not hasattr(tensor, "full_tensor")
 
 
 # --- checkpoints of a training run ---------------------------------------------------------------------------------
