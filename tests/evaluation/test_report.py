@@ -237,7 +237,7 @@ def without(key, part=None):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"kind": "evalu', "is not JSON, or cut short"),
+        ('{"kind": "evalu', "is not valid JSON"),
         ("[1, 2]", "is not a result of `carryforward evaluate`"),
         ('{"kind": "memory"}', "is not a result of `carryforward evaluate`"),
         (without("rows"), "row lacks overlap, use_state"),

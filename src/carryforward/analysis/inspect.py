@@ -44,7 +44,6 @@ def inspect(
     device = usable_device(device)
     need_state(name)
     loaded = load_causal(name)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be created, not after reading
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
     encoder = Encoder(loaded.tokenizer, max_tokens)
     ids, pieces = encoder.encode_pieces(text)
@@ -53,6 +52,7 @@ def inspect(
     origin = provenance(device)
     model_name = Path(name).name
     page = render_html(tokens, pieces, encoder.token_strings, title=title, model=model_name, provenance=origin)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
     write_text(out, page)
     return {
         "kind": "inspection",

@@ -10,7 +10,7 @@ import typer
 from ..presets import DEFAULT_SINKS
 from ..settings import ADVANCED, DEFAULT_RECENT, DEFAULT_WINDOW, PRESET, PYTHON_DOCS, TEXT_FIELD, RecurrentSettings
 from .errors import user_errors
-from .options import Json
+from .options import Json, check_folder
 
 if TYPE_CHECKING:
     from ..config import RecurrenceConfig
@@ -74,6 +74,7 @@ def add_to_folder(
     from ..utils import console
     from ..utils.files import atomic_folder
 
+    check_folder(out.absolute().parent)
     if out.exists():
         raise ValueError(f"--out {out} exists already. Give another folder.")
     fields = settings.recurrence_fields()

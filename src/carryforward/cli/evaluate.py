@@ -9,7 +9,7 @@ import typer
 
 from ..settings import BUNDLED, EvaluateSettings
 from .errors import user_errors
-from .options import Config, Device, Json, options
+from .options import Config, Device, Json, check_folder, options
 
 
 @options(EvaluateSettings)
@@ -33,8 +33,7 @@ def evaluate(
         from ..evaluation.evaluate import evaluate as evaluate_model
 
         names = models or [BUNDLED]
-        if out is not None:  # before hours of work
-            out.mkdir(parents=True, exist_ok=True)
+        check_folder(out)  # before hours of work
         for name in names if len(names) > 1 else ():  # a single model is checked soon enough
             check(name, settings)
         results = []

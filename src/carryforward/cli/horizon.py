@@ -9,7 +9,7 @@ import typer
 
 from ..settings import HorizonSettings
 from .errors import user_errors
-from .options import Config, Device, Json, options
+from .options import Config, Device, Json, check_folder, options
 
 
 @options(HorizonSettings)
@@ -28,8 +28,9 @@ def horizon(
         from ..evaluation import horizon as job
         from ..models.loading import need_state
 
+        check_folder(out)
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+            job.read_earlier(out)  # refuses a damaged file
         for name in models:
             need_state(name)
         results = []

@@ -9,16 +9,16 @@ import typer
 
 from ..settings import AS_TRAINED, OVERLAP
 from .errors import user_errors
-from .options import Device, Json, Recurrent
+from .options import Device, Json, Recurrent, check_file
 
 
 def inspect(
     model: Recurrent,
     text: Annotated[str, typer.Option(help="Text file, or - for standard input.")],
     out: Annotated[Path, typer.Option(help="HTML page to write, such as report.html.")],
-    top: Annotated[int, typer.Option(help="Predictions to show for each token, with and without the state.")] = 5,
-    overlap: Annotated[int | None, typer.Option(help=OVERLAP, show_default=AS_TRAINED)] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Use only the first N tokens of the text.")] = None,
+    top: Annotated[int, typer.Option(min=1, metavar="<int>", help="Predictions to show for each token, with and without the state.")] = 5,
+    overlap: Annotated[int | None, typer.Option(min=0, metavar="<int>", help=OVERLAP, show_default=AS_TRAINED)] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, metavar="<int>", help="Use only the first N tokens of the text.")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -26,6 +26,7 @@ def inspect(
     with user_errors():
         from ..analysis import inspect as job
 
+        check_file(out)
         result = job.inspect(model, text, out, top=top, overlap=overlap, max_tokens=max_tokens, device=device)
         summary = (
             f"{out}: {result['tokens']:,} tokens in {result['windows']:,} windows, perplexity "

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .errors import user_errors
+from .options import check_folder
 
 
 def report(
@@ -17,6 +18,7 @@ def report(
     with user_errors():
         from ..evaluation import report
 
+        check_folder(out)
         loaded = report.load(results)
         if out is not None:
             report.write(loaded, out)

@@ -8,7 +8,7 @@ import typer
 
 from ..settings import BUNDLED, RUN
 from .errors import user_errors
-from .options import TrainingDevice, uses_cpu
+from .options import TrainingDevice, check_folder, uses_cpu
 
 
 def reproduce(
@@ -42,6 +42,7 @@ def reproduce(
         from ..reproduction import pages as published
         from ..reproduction import parallel, recipes, run
 
+        check_folder(work, "--work")
         use_cpu = uses_cpu(device)
         recipe = recipes.read(recipes.path_of(experiments, what, setting), model=model, data=data)
         cells, folder = tuple(cell or ()), work / what / setting

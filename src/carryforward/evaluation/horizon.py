@@ -24,6 +24,7 @@ from ..models.loading import load_causal, need_state, usable_device
 from ..settings import HorizonSettings
 from ..utils.files import write_json
 from ..utils.markdown import markdown_table
+from ..utils.parsing import read_json
 from ..utils.plotting import COLOURS, new_figure, save_figure, skip_without_matplotlib, style_axes
 from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
@@ -115,12 +116,33 @@ def markdown(result: dict[str, Any]) -> str:
 def write(results: list[dict[str, Any]], folder: Path) -> None:
     """Write horizon.json and, if matplotlib is installed, horizon.png. Results of other models in the file are kept."""
     path = folder / "horizon.json"
-    earlier = json.loads(path.read_text()) if path.exists() else []
+    earlier = read_earlier(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     replaced = {_model_and_data(result) for result in results}
     results = [*(result for result in earlier if _model_and_data(result) not in replaced), *results]
     write_json(path, results)
     with skip_without_matplotlib(folder / "horizon.png"):
         draw(results, folder / "horizon.png")
+
+
+def read_earlier(folder: Path) -> list[dict[str, Any]]:
+    """The results in horizon.json; none if there is no such file."""
+    path, remedy = folder / "horizon.json", "Move it away, or use another --out."
+    if not path.exists():
+        return []
+    results = read_json(path, remedy)
+    if not isinstance(results, list) or not all(isinstance(one, dict) and _can_be_drawn(one) for one in results):
+        raise ValueError(f"{path} is damaged: it is not a list of results of `carryforward horizon`. {remedy}")
+    return results
+
+
+def _can_be_drawn(result: dict[str, Any]) -> bool:
+    points = [(point, x) for name, x in (("depths", "windows"), ("positions", "from"), ("windows", "from"))
+              for point in (result.get(name) if isinstance(result.get(name), list) else [None])]  # fmt: skip
+    numbers = [point.get(key) if isinstance(point, dict) else None for point, x in points for key in (x, "gain")]
+    return isinstance(result.get("model"), str) and all(
+        isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
+    )
 
 
 def _model_and_data(result: dict[str, Any]) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by name: the bundled one, a Hub name, a folder, a GGUF file, or a run of `carryforward train`."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,10 @@ from transformers import (
 
 from ..backbones.architectures import architecture_of, is_supported
 from ..config import RecurrentModelConfig
+from ..memories.base import is_int
 from ..settings import BUNDLED
 from ..utils import checkpoints
+from ..utils.parsing import read_json_object
 from . import auto
 from .add_recurrence import add_recurrence, savable
 from .base import RecurrentPreTrainedModel
@@ -95,7 +96,7 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
     config, tokenizer = load_config(name), load_tokenizer(name)
     if isinstance(config, RecurrentModelConfig):
         check_window(name, config, window)
-        cls = auto.classes()[config.architectures[0]]  # type: ignore[index]
+        cls = auto.classes()[_architecture(name, config)]
         model = load_model(cls.from_pretrained, name, dtype=torch.float32)
         loaded = Loaded(name, model, tokenizer, _run_of(name))
     else:
@@ -106,6 +107,17 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
         loaded = Loaded(name, model, tokenizer, untrained=True)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
+
+
+def _architecture(name: str, config: RecurrentModelConfig) -> str:
+    """The name of the class that a recurrent model was saved from."""
+    known, names = [*auto.classes()], config.architectures
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
+        raise ValueError(
+            f"model {name!r}: its config.json has architectures={names!r}, not one of {', '.join(known)}. Save the "
+            "model again."
+        )
+    return names[0]
 
 
 def check_window(name: str, config: RecurrentModelConfig, window: int | None) -> None:
@@ -169,7 +181,10 @@ def load_tokenizer(name: str) -> Any:
 
 def load_config(name: str) -> PreTrainedConfig:
     """Load a model's config alone."""
-    return load_model(AutoConfig.from_pretrained, name)
+    config = load_model(AutoConfig.from_pretrained, name)
+    if isinstance(config, RecurrentModelConfig) and config.base_config is None:
+        raise ValueError(f"model {name!r}: its config.json has no base_config. Save the model again.")
+    return config
 
 
 def version_of(name: str) -> list[Any]:
@@ -186,6 +201,7 @@ def version_of(name: str) -> list[Any]:
 def load_model(load: Callable, name: str, **options: Any) -> Any:
     """What a class's `from_pretrained` makes of a name; what goes wrong is said in a sentence."""
     where, more = _find(name)
+    part = _PARTS.get(getattr(load, "__self__", None), "its config.json and weights")
     try:
         return load(where, **options, **more)
     except SafetensorError as error:
@@ -195,6 +211,24 @@ def load_model(load: Callable, name: str, **options: Any) -> Any:
     except OSError as error:
         unknown = "" if Path(name).exists() else " is no folder here and cannot be had from the Hub"
         raise OSError(f"model {name!r}{unknown}: {error}") from error
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises errors of every type for damaged files
+        raise ValueError(_load_error(name, part, error)) from error
+
+
+_PARTS: dict[Any, str] = {AutoConfig: "its config.json", AutoTokenizer: "its tokenizer"}
+
+
+def _load_error(name: str, part: str, error: Exception) -> str:
+    """A sentence for an error of transformers, which may name neither the model nor the file."""
+    text = " ".join(str(error).split())
+    if "Unrecognized configuration class" in text:  # a list of some 200 classes follows
+        return f"model {name!r} is of type {load_config(name).model_type!r}, which cannot be used here."
+    if isinstance(error, ValueError) and part not in _PARTS.values():
+        return text if name in text else f"model {name!r}: {text}"
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"model {name!r}: {part} cannot be read and may be damaged ({kind}{text[:300]}). Copy or save it again."
 
 
 def _find(name: str) -> tuple[str, dict[str, Any]]:
@@ -229,15 +263,34 @@ def _run_of(name: str) -> dict[str, Any] | None:
     is_checkpoint = path.is_dir() and path in checkpoints.list_checkpoints(path.parent)
     for folder in (path, path.parent) if is_checkpoint else (path,):
         if name != BUNDLED and (folder / RUN_FILE).is_file():
-            try:
-                record = json.loads((folder / RUN_FILE).read_text())
-            except ValueError as error:
-                raise ValueError(
-                    f"{folder / RUN_FILE} is damaged ({error}). Take it away to use the model without its record."
-                ) from error
-            if isinstance(record, dict) and record.get("kind") == "run":
-                return record
+            return read_run(folder / RUN_FILE)
     return None
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The record of a training run."""
+    remedy = "Take it away to use the model without its record."
+    record = read_json_object(path, remedy)
+    if record.get("kind") != "run":
+        raise ValueError(f"{path} is not the record of a training run. {remedy}")
+    settings, circumstances = record.get("settings"), record.get("circumstances", {})
+    wrong = [name for name, value in (("settings", settings), ("circumstances", circumstances))
+             if not isinstance(value, dict)]  # fmt: skip
+    if not wrong:
+        values = [(record, "tokens", is_int), (settings, "window", is_int), (circumstances, "window", is_int),
+                  (settings, "model", _is_text), (settings, "recurrence", _is_bool)]  # fmt: skip
+        wrong = [name for owner, name, valid in values if owner.get(name) is not None and not valid(owner[name])]
+    if wrong:
+        raise ValueError(f"{path} is damaged: {', '.join(wrong)} cannot be right. {remedy}")
+    return record
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _no_model(path: Path) -> str:

@@ -72,6 +72,7 @@ def _evaluate_model(
     for use_state, answers, seconds in _predict(loaded, questions, options, settings):
         rows.append({"use_state": use_state, **_scores(questions, answers), "seconds": seconds})
         if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
             ending = "" if use_state or loaded.untrained else "-without-state"
             write_json(out / f"{stem}{ending}-predictions.json", _official_format(questions, answers))
     model: Any = loaded.model
