@@ -70,6 +70,8 @@ class RecurrenceConfig:
         self._require("bptt_windows", depth is None or (is_int(depth) and depth >= 1), "None or at least 1")
         keep = self.keep_windows
         self._require("keep_windows", keep == "auto" or (is_int(keep) and keep >= 0), 'a number from 0, or "auto"')
+        for name in ("keep_graph", "offload_states"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
         capacity = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
         size = WindowSize(self.window, capacity, self.overlap)
         object.__setattr__(self, "memory", parse_memory(self.memory))
@@ -198,7 +200,17 @@ class RecurrentModelConfig(PreTrainedConfig):
             self.recurrence = RecurrenceConfig(**self.recurrence)
         if not isinstance(self.recurrence, RecurrenceConfig):
             raise ValueError(f"recurrence={reprlib.repr(self.recurrence)} must be a RecurrenceConfig, or its fields.")
+        if not isinstance(self.use_state, bool):
+            raise ValueError(f"use_state={reprlib.repr(self.use_state)} must be True or False.")
         _check_fit(self.recurrence, self.base_config, self.architecture)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The config of a file. Defaults would make another model of it: what is missing is refused."""
+        for name in ("base_config", "recurrence"):
+            if config_dict.get(name) is None and kwargs.get(name) is None:
+                raise ValueError(f"config.json has no {name}, which a recurrent model must have.")
+        return super().from_dict(config_dict, **kwargs)
 
     @property
     def architecture(self) -> Architecture:

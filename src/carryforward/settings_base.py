@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of all settings dataclasses: it checks each value by the type of its field, in the words of its option."""
 
+import math
 from dataclasses import dataclass, fields
 from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-MAX_NUMBER = 2**64  # above the largest seed of torch, and above any count
+MAX_INTEGER = 2**64  # above the largest seed of torch, and above any count
 _ACCEPTED = {
-    int: "an integer below 2**64 in size",
-    float: "a number below 2**64 in size",
+    int: "an integer below 2**64",
+    float: "a finite number",
     bool: "true or false",
     str: "a text that is not empty",
 }
@@ -74,4 +75,6 @@ def _fits(kind: type, value: Any) -> bool:
         return kind is bool and isinstance(value, bool)
     if kind is str:
         return isinstance(value, str) and bool(value.strip()) and "\0" not in value
-    return isinstance(value, int if kind is int else int | float) and abs(value) < MAX_NUMBER
+    if isinstance(value, int):
+        return abs(value) < MAX_INTEGER
+    return kind is float and isinstance(value, float) and math.isfinite(value)

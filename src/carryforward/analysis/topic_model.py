@@ -17,6 +17,7 @@ import numpy as np
 
 from ..utils.arrays import read_arrays
 from ..utils.files import atomic_write, write_json
+from ..utils.install import install_hint
 from ..utils.parsing import parse_json
 
 WORD = r"(?u)\b[^\W\d_]{3,}\b"  # three letters or more
@@ -215,7 +216,7 @@ def need_scikit_learn() -> None:
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
-        raise ImportError("topics need scikit-learn: pip install carryforward[topics]") from error
+        raise ImportError(f"topics need scikit-learn: {install_hint('topics')}") from error
 
 
 def divergence(p: np.ndarray, q: np.ndarray | float) -> np.ndarray:

@@ -28,7 +28,7 @@ from ..data.texts import Corpus
 from ..models.loading import usable_device
 from ..settings import ContinuationSettings
 from ..utils.files import write_json
-from ..utils.markdown import markdown_table
+from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.plotting import COLOURS, new_figure, save_figure, style_axes
 from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
@@ -135,7 +135,7 @@ def markdown(result: dict[str, Any]) -> str:
     """The result as text: a table with a row for each writer, and the words of the topics."""
     data, model, worded = result["data"], result["model"], result["worded"]
     lines = [
-        f"{model['name']} on {data['name']}, {data['split']}: {len(result['contexts']):,} contexts of "
+        f"{escape_markdown(model['name'])} on {escape_markdown(data['name'])}, {data['split']}: {len(result['contexts']):,} contexts of "
         f"{result['context_tokens']} tokens, each continued by {result['settings']['new_tokens']} tokens; "
         f"Jensen-Shannon divergence of {len(result['topics']['top_words'])} topics.",
         "",

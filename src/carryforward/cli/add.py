@@ -70,7 +70,7 @@ def add_to_folder(
     from ..backbones.architectures import architecture_of
     from ..data.documents import load_documents
     from ..models.add_recurrence import add_recurrence
-    from ..models.loading import load_causal
+    from ..models.loading import describe_causal, load_causal
     from ..utils import console
     from ..utils.files import atomic_folder
 
@@ -78,6 +78,9 @@ def add_to_folder(
     if out.exists():
         raise ValueError(f"--out {out} exists already. Give another folder.")
     fields = settings.recurrence_fields()
+    if Path(name).suffix != ".gguf":  # whose config takes seconds to read
+        config, _ = describe_causal(name)
+        architecture_of(getattr(config, "base_config", config))
     console.note(f"loading {name}")
     loaded = load_causal(name)
     if loaded.recurrent:

@@ -58,10 +58,11 @@ def _user_message(error: Exception) -> str | None:
     """The message for the user; None if nobody foresaw the error."""
     text = str(error)
     if (reason := _write_error(error)) is not None:
-        name = getattr(error, "filename", None)
+        full = "The disk is full: " * (reason == os.strerror(errno.ENOSPC))
+        name = getattr(error, "filename", None) or "a file"
         return (
-            f"{name or 'A file'} could not be written ({reason}). Free space or choose another place, and run the same "
-            "command again: what was saved is complete."
+            f"{full}{name} could not be written ({reason}). Make room or use another place, and run the same command "
+            "again: what was saved is complete."
         )
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate memory" in text:
         first = text.rpartition("] err == 0. ")[2].partition(". ")[0] or "out of memory"
@@ -79,7 +80,7 @@ def _write_error(error: Exception) -> str | None:
     number = int(found[1]) if found else getattr(error, "errno", None)
     if number in _WRITE_ERRORS or (found and number is not None):
         return os.strerror(number)
-    if "No space left" in text:
+    if "No space left" in text and not isinstance(error, OSError):
         return os.strerror(errno.ENOSPC)
     if "inline_container" in text and "Reader" not in text:
         return "the disk is full, or a quota or size limit is reached"

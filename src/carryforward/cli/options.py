@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import os
 import reprlib
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..settings import RUN
-from ..settings_base import MAX_NUMBER
+from ..settings_base import MAX_INTEGER
 from ..utils.parsing import read_yaml
 
 
@@ -114,25 +115,32 @@ def uses_cpu(device: str | None) -> bool:
     )
 
 
+_MAX_NAME = 255  # bytes of a file's name, on all common file systems
+
+
 def check_folder(folder: Path | None, flag: str = "--out") -> None:
     """Refuse, before any work, a folder that cannot be made or written to. Makes nothing."""
     if folder is None:
         return
-    for place in (folder.absolute(), *folder.absolute().parents):
-        if os.path.lexists(place):
-            if not place.is_dir():
-                raise ValueError(f"{flag} {folder}: {place} is a file, where a folder is needed. Give another folder.")
-            if not os.access(place, os.W_OK | os.X_OK):
-                raise ValueError(f"{flag} {folder}: no permission to write to {place}. Give another folder.")
-            return
+    if any(len(os.fsencode(part)) > _MAX_NAME for part in folder.parts):
+        raise ValueError(f"{flag} {str(folder)[:60]}…: the name is too long. Use at most {_MAX_NAME} bytes.")
+    place = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(one))
+    if not place.is_dir():
+        raise ValueError(f"{flag} {folder}: {place} is a file, where a folder is needed. Give another folder.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {folder}: no permission to write to {place}. Give another folder.")
 
 
 def check_file(file: Path | None, flag: str = "--out") -> None:
     """Refuse, before any work, a file that cannot be written. Makes nothing."""
-    if file is not None and file.is_dir():
+    if file is None:
+        return
+    if os.path.isdir(file):  # False for a name that is too long
         raise ValueError(f"{flag} {file} is a folder: give the name of a file.")
-    if file is not None:
+    if os.path.lexists(file):
         check_folder(file.absolute().parent, flag)
+    else:
+        check_folder(file, flag)
 
 
 # --- an option for each field of a dataclass -----------------------------------------------------------------------
@@ -231,8 +239,10 @@ class Command(_CompactHelp, TyperCommand):
         rest = super().parse_args(ctx, args)
         for option in self.params:
             for value in _values(ctx.params.get(option.name or "")):
-                if isinstance(value, int | float) and not abs(value) < MAX_NUMBER:  # nor NaN
-                    raise typer.BadParameter(f"{option.opts[0]} {value}: it must be a number below 2**64 in size.")
+                if isinstance(value, int) and abs(value) >= MAX_INTEGER:
+                    raise typer.BadParameter(f"{option.opts[0]} {value}: it must be below 2**64.")
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise typer.BadParameter(f"{option.opts[0]} {value}: it must be a finite number.")
         return rest
 
 

@@ -23,7 +23,7 @@ from ..data.documents import load_documents
 from ..models.loading import load_causal, need_state, usable_device
 from ..settings import HorizonSettings
 from ..utils.files import write_json
-from ..utils.markdown import markdown_table
+from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.parsing import read_json
 from ..utils.plotting import COLOURS, new_figure, save_figure, skip_without_matplotlib, style_axes
 from ..utils.progress import ProgressBar
@@ -107,10 +107,11 @@ def _bin_means(x: np.ndarray, gains: np.ndarray, edges: Iterable[int]) -> list[d
 
 def markdown(result: dict[str, Any]) -> str:
     """A table of gains by depth."""
-    data = f"{result['data']['name']}, {result['data']['split']}, {result['tokens']:,} tokens"
+    name, split = (escape_markdown(result["data"][key]) for key in ("name", "split"))
+    data = f"{name}, {split}, {result['tokens']:,} tokens"
     rows = [[f"{depth['windows']}", f"{depth['nats']:.4f}", f"{depth['gain']:.4f}"] for depth in result["depths"]]
     table = markdown_table(["windows back", "nats per token", "gain"], rows, text_columns=0)
-    return f"{result['model']} on {data}, windows of {result['window']}:\n\n{table}"
+    return f"{escape_markdown(result['model'])} on {data}, windows of {result['window']}:\n\n{table}"
 
 
 def write(results: list[dict[str, Any]], folder: Path) -> None:

@@ -28,9 +28,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..settings_base import MAX_NUMBER
+from ..settings_base import MAX_INTEGER
 from ..utils.files import result_stem, write_json, write_text
-from ..utils.markdown import markdown_table
+from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.parsing import read_json
 from ..utils.plotting import Line, Point, perplexity_figure, save_figure, skip_without_matplotlib
 
@@ -117,7 +117,7 @@ def _has_type(value: Any, types: _Types) -> bool:
     """Whether a value of a file has one of the types. True and False are no numbers, and counts have a usual size."""
     if isinstance(value, bool):
         return bool in types
-    return isinstance(value, types) and not (isinstance(value, int) and abs(value) > MAX_NUMBER)
+    return isinstance(value, types) and not (isinstance(value, int) and abs(value) > MAX_INTEGER)
 
 
 def markdown(results: list[Result]) -> str:
@@ -138,8 +138,8 @@ def markdown(results: list[Result]) -> str:
                 if count_line_ends:
                     columns.append(_number(_with_line_ends(row), "with_line_ends"))
                 columns += [_number(row, "token_perplexity"), _number(row, "bits_per_byte", digits=4)]
-                lines.append([name, label, flops_text(_cost(row or control)), *columns])
-        text = [f"### {title}", "", markdown_table(head, lines), ""]
+                lines.append([escape_markdown(name), label, flops_text(_cost(row or control)), *columns])
+        text = [f"### {escape_markdown(title)}", "", markdown_table(head, lines), ""]
         text.append("FLOPs/token: layers and recurrence, without the vocabulary projection.")
         if any_untrained:
             text += ["", "\\* not the overlap the model was trained at."]

@@ -7,6 +7,7 @@ Shapes: B rows, T positions, P pooled positions, L layers, k hidden size, S slot
 layer), m what is pooled at a position (k, or G times k where each insertion layer pools the one below it).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -69,12 +70,15 @@ class VectorMemoryConfig(MemoryConfig):
         self._require("hidden_sizes", all(is_int(n) and n >= 1 for n in self.hidden_sizes), "positive integers")
         layers: tuple[Any, ...] = self.insert_at if isinstance(self.insert_at, tuple) else (self.insert_at,)
         valid = self.insert_at == "all" or (
-            bool(layers) and len(set(layers)) == len(layers) and all(is_int(n) and n >= 1 for n in layers)
+            bool(layers) and all(is_int(n) and n >= 1 for n in layers) and len(set(layers)) == len(layers)
         )
         self._require("insert_at", valid, 'a layer number from 1, a list of different ones, or "all"')
         if self.pooled_layers == "below":
             self._require("insert_at", 1 not in layers, "at least 2 with pooled_layers='below': no layer is below 1")
-        self._require("init_std", self.init_std >= 0, "0 or more")
+        for name in ("residual", "state_per_layer"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        number = isinstance(self.init_std, int | float) and not isinstance(self.init_std, bool)
+        self._require("init_std", number and 0 <= self.init_std < math.inf, "a finite number, 0 or more")
 
     def min_capacity(self, overlap: int, trained_overlap: int) -> int:
         return self.slots + max(overlap - trained_overlap, 0)  # see `RecurrenceConfig.pooled`

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by name: the bundled one, a Hub name, a folder, a GGUF file, or a run of `carryforward train`."""
 
+import difflib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -31,6 +35,7 @@ from .base import RecurrentPreTrainedModel
 from .question_answering import RecurrentForQuestionAnswering
 
 _BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled"
+_HUB_TIMEOUT = 5  # seconds
 RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
 
 
@@ -182,8 +187,10 @@ def load_tokenizer(name: str) -> Any:
 def load_config(name: str) -> PreTrainedConfig:
     """Load a model's config alone."""
     config = load_model(AutoConfig.from_pretrained, name)
-    if isinstance(config, RecurrentModelConfig) and config.base_config is None:
-        raise ValueError(f"model {name!r}: its config.json has no base_config. Save the model again.")
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config.get_text_config(), token, None)
+        if any(is_int(one) and abs(one) >= 2**63 for one in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"model {name!r}: its config.json is damaged: {token}={value} is no token.")
     return config
 
 
@@ -201,7 +208,6 @@ def version_of(name: str) -> list[Any]:
 def load_model(load: Callable, name: str, **options: Any) -> Any:
     """What a class's `from_pretrained` makes of a name; what goes wrong is said in a sentence."""
     where, more = _find(name)
-    part = _PARTS.get(getattr(load, "__self__", None), "its config.json and weights")
     try:
         return load(where, **options, **more)
     except SafetensorError as error:
@@ -209,22 +215,27 @@ def load_model(load: Callable, name: str, **options: Any) -> Any:
             f"model {name!r}: a weights file is cut short or damaged ({error}). Copy or save it again."
         ) from error
     except OSError as error:
-        unknown = "" if Path(name).exists() else " is no folder here and cannot be had from the Hub"
-        raise OSError(f"model {name!r}{unknown}: {error}") from error
+        text = " ".join(str(error).split())
+        if Path(name).exists() or name == BUNDLED:
+            raise OSError(f"model {name!r}: {text}") from error
+        near = _near(Path(name))
+        raise OSError(f"model {name!r} is no folder here and cannot be had from the Hub:{near} {text}") from error
     except (ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises errors of every type for damaged files
-        raise ValueError(_load_error(name, part, error)) from error
+        raise ValueError(_load_error(load, name, error)) from error
 
 
 _PARTS: dict[Any, str] = {AutoConfig: "its config.json", AutoTokenizer: "its tokenizer"}
 
 
-def _load_error(name: str, part: str, error: Exception) -> str:
+def _load_error(load: Callable, name: str, error: Exception) -> str:
     """A sentence for an error of transformers, which may name neither the model nor the file."""
-    text = " ".join(str(error).split())
+    text, loader = " ".join(str(error).split()), getattr(load, "__self__", None)
+    part = _PARTS.get(loader, "its config.json and weights")
     if "Unrecognized configuration class" in text:  # a list of some 200 classes follows
-        return f"model {name!r} is of type {load_config(name).model_type!r}, which cannot be used here."
+        cls = getattr(loader, "__name__", "transformers")
+        return f"model {name!r} is of type {load_config(name).model_type!r}, which {cls} cannot load. Use another model."
     if isinstance(error, ValueError) and part not in _PARTS.values():
         return text if name in text else f"model {name!r}: {text}"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
@@ -245,9 +256,43 @@ def _find(name: str) -> tuple[str, dict[str, Any]]:
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(_no_model(path))
     on_hub = not path.is_absolute() and name.count("/") < 2 and (path.parent == Path() or not path.parent.is_dir())
-    if not path.exists() and not on_hub:
-        raise ValueError(f"model {name!r}: there is no such folder.")
-    return name, {}
+    if path.exists():
+        return name, {}
+    if not on_hub:
+        raise ValueError(f"model {name!r}: there is no such folder.{_near(path)}")
+    return name, _hub_options(name)
+
+
+def _near(path: Path) -> str:
+    """A folder beside a path that does not exist, whose name is nearly the same."""
+    try:
+        folders = [one.name for one in path.absolute().parent.iterdir() if one.is_dir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, folders, n=1)
+    return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+
+
+@functools.cache
+def _hub_options(name: str) -> dict[str, Any]:
+    """What `from_pretrained` must be told of a name on the Hub.
+
+    One request without retries finds out whether the Hub can be reached: transformers would retry for half a minute.
+    """
+    if huggingface_hub.constants.is_offline_mode():
+        return {}
+    try:
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT)
+    except HfHubHTTPError:  # it has answered: transformers says what is wrong
+        return {}
+    except Exception as error:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return {"local_files_only": True}
+        raise ValueError(
+            f"model {name!r} is no folder here and is not in the Hub's cache, and the Hub cannot be reached "
+            f"({type(error).__name__}).{_near(Path(name))}"
+        ) from error
+    return {}
 
 
 def _make_plain(model: PreTrainedModel) -> None:

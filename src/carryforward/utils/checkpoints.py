@@ -70,7 +70,7 @@ def is_complete(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / _SEAL).read_text())
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):  # whatever is in the file
         return False
 
 
