@@ -3,7 +3,6 @@
 
 import math
 from dataclasses import dataclass, fields
-from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -56,9 +55,8 @@ def at_least(least: int, settings: Settings, *names: str) -> None:
                 raise ValueError(f"{flag(name)} {value}: it must be at least {least}.")
 
 
-@cache
-def _kinds(settings: type) -> dict[str, tuple[type, bool, bool]]:
-    """Of each field: the type of its value, whether it has several in a tuple, and whether None stands for a default."""
+def _kinds(settings: type[Settings]) -> dict[str, tuple[type, bool, bool]]:
+    """Of each field: the type of its value, whether it has several in a tuple, and whether None is a default."""
     hints, kinds = get_type_hints(settings), {}
     for field in fields(settings):
         hint = hints[field.name]

@@ -7,7 +7,7 @@ import os
 import pickle
 from pathlib import Path
 
-HTML = '<script>alert(1)</script>"\'><img src=x onerror=alert(1)>'
+HTML = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
 DEEP = 3000  # levels of nesting
 # what takes the place of a value
 VALUES = [None, [], {}, "", "text", HTML, "../../../etc/passwd", -1, 0, 1.5, 1e308, float("nan"), True, 10**30, [None]]

@@ -135,8 +135,9 @@ def markdown(result: dict[str, Any]) -> str:
     """The result as text: a table with a row for each writer, and the words of the topics."""
     data, model, worded = result["data"], result["model"], result["worded"]
     lines = [
-        f"{escape_markdown(model['name'])} on {escape_markdown(data['name'])}, {data['split']}: {len(result['contexts']):,} contexts of "
-        f"{result['context_tokens']} tokens, each continued by {result['settings']['new_tokens']} tokens; "
+        f"{escape_markdown(model['name'])} on {escape_markdown(data['name'])}, {data['split']}: "
+        f"{len(result['contexts']):,} contexts of {result['context_tokens']} tokens, each continued by "
+        f"{result['settings']['new_tokens']} tokens; "
         f"Jensen-Shannon divergence of {len(result['topics']['top_words'])} topics.",
         "",
         markdown_table(

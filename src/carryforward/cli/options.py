@@ -38,11 +38,11 @@ def read_config(context: typer.Context, parameter: Any, path: Path | None) -> Pa
     return path
 
 
-def _defaults(settings: dict[Any, Any], command: Any, path: Path) -> dict[str | None, Any]:
+def _defaults(settings: dict[Any, Any], command: Any, path: Path) -> dict[str, Any]:
     """The values of a config file, by the names of the command's parameters. `name:` without a value is the default."""
     known = {option.opts[0].lstrip("-").replace("-", "_"): option for option in command.params}
     known = {name: option for name, option in known.items() if name not in ("config", "help")}
-    defaults: dict[str | None, Any] = {}
+    defaults: dict[str, Any] = {}
     for key, value in settings.items():
         name = str(key).replace("-", "_")
         if name not in known:

@@ -126,6 +126,9 @@ def write(results: list[dict[str, Any]], folder: Path) -> None:
         draw(results, folder / "horizon.png")
 
 
+_PANELS = {"depths": "windows", "positions": "from", "windows": "from"}  # what each panel shows, and its x axis
+
+
 def read_earlier(folder: Path) -> list[dict[str, Any]]:
     """The results in horizon.json; none if there is no such file."""
     path, remedy = folder / "horizon.json", "Move it away, or use another --out."
@@ -138,12 +141,12 @@ def read_earlier(folder: Path) -> list[dict[str, Any]]:
 
 
 def _can_be_drawn(result: dict[str, Any]) -> bool:
-    points = [(point, x) for name, x in (("depths", "windows"), ("positions", "from"), ("windows", "from"))
-              for point in (result.get(name) if isinstance(result.get(name), list) else [None])]  # fmt: skip
-    numbers = [point.get(key) if isinstance(point, dict) else None for point, x in points for key in (x, "gain")]
-    return isinstance(result.get("model"), str) and all(
-        isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
-    )
+    try:
+        points = [(point[x], point["gain"]) for panel, x in _PANELS.items() for point in result[panel]]
+    except (KeyError, TypeError):
+        return False
+    numbers = [number for point in points for number in point]
+    return isinstance(result.get("model"), str) and all(type(number) in (int, float) for number in numbers)
 
 
 def _model_and_data(result: dict[str, Any]) -> tuple[str, str]:
@@ -155,8 +158,7 @@ def draw(results: list[dict[str, Any]], path: Path, colours: Sequence[str] = COL
     figure, (by_depth, by_position, by_number) = new_figure(3)
     for result, colour in zip(results, cycle(colours), strict=False):
         style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.8, "label": result["model"]}
-        panels = (by_depth, "depths", "windows"), (by_position, "positions", "from"), (by_number, "windows", "from")
-        for axes, points, x in panels:
+        for axes, (points, x) in zip((by_depth, by_position, by_number), _PANELS.items(), strict=True):
             axes.plot([point[x] for point in result[points]], [point["gain"] for point in result[points]], **style)
     titles = {
         by_depth: "windows that the state comes from",

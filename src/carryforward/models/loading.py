@@ -188,7 +188,7 @@ def load_config(name: str) -> PreTrainedConfig:
     """Load a model's config alone."""
     config = load_model(AutoConfig.from_pretrained, name)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(config.get_text_config(), token, None)
+        value: Any = getattr(config.get_text_config(), token, None)
         if any(is_int(one) and abs(one) >= 2**63 for one in (value if isinstance(value, list) else [value])):
             raise ValueError(f"model {name!r}: its config.json is damaged: {token}={value} is no token.")
     return config
@@ -234,8 +234,8 @@ def _load_error(load: Callable, name: str, error: Exception) -> str:
     text, loader = " ".join(str(error).split()), getattr(load, "__self__", None)
     part = _PARTS.get(loader, "its config.json and weights")
     if "Unrecognized configuration class" in text:  # a list of some 200 classes follows
-        cls = getattr(loader, "__name__", "transformers")
-        return f"model {name!r} is of type {load_config(name).model_type!r}, which {cls} cannot load. Use another model."
+        cls, model_type = getattr(loader, "__name__", "transformers"), load_config(name).model_type
+        return f"model {name!r} is of type {model_type!r}, which {cls} cannot load. Use another model."
     if isinstance(error, ValueError) and part not in _PARTS.values():
         return text if name in text else f"model {name!r}: {text}"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -127,7 +127,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         lines.append([escape_markdown(result["model"]["name"]), f"{result['model']['window']}", *cells])
     table = markdown_table(["model", "window", "exact match", "F1", "state removed: exact match", "F1"], lines)
     data = results[0]["data"]
-    return f"{table}\n\n{escape_markdown(data['name'])}: {data['questions']:,} questions, {data['words']:,} words per document."
+    name = escape_markdown(data["name"])
+    return f"{table}\n\n{name}: {data['questions']:,} questions, {data['words']:,} words per document."
 
 
 def _scores(questions: Sequence[Question], answers: Sequence[PredictedAnswer]) -> dict[str, Any]:
