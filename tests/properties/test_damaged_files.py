@@ -47,6 +47,14 @@ def logits(folder):
         return loaded.model(ids).logits
 
 
+def generated(folder):
+    model = load_causal(str(folder)).model
+    for name in ("temperature", "repetition_penalty"):  # an option of `generate` may replace a 0
+        setattr(model.generation_config, name, getattr(model.generation_config, name) or 1.0)
+    with torch.no_grad():
+        return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, num_beams=1)
+
+
 def embedding_model(folder):
     return load_recurrent(str(folder)).model
 
@@ -95,7 +103,7 @@ class Target:
 TARGETS = [
     Target("config", "model/config.json", lambda folder: logits(folder / "model"), json=True),
     Target("config of an embedding", "model/config.json", lambda folder: embedding_model(folder / "model"), json=True),
-    Target("generation config", "model/generation_config.json", lambda folder: logits(folder / "model"), json=True),
+    Target("generation config", "model/generation_config.json", lambda folder: generated(folder / "model"), json=True),
     Target("weights", "model/model.safetensors", lambda folder: logits(folder / "model")),
     Target("tokenizer", "model/tokenizer.json", lambda folder: logits(folder / "model")),
     Target("tokenizer config", "model/tokenizer_config.json", lambda folder: logits(folder / "model"), json=True),
@@ -125,6 +133,8 @@ def intact(tmp_path_factory):
                               documents=[list(range(300)) * 20])  # fmt: skip
     model.save_pretrained(folder / "model")
     prose.tokenizer().save_pretrained(folder / "model")
+    generation = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "do_sample": True, "repetition_penalty": 1.1}
+    _write(folder / "model/generation_config.json", {**generation, "eos_token_id": [0], "pad_token_id": 0})
     checkpoints.seal(folder / "model")
     _write(folder / "model/run.json", RUN)
     _write(folder / "experiments/table2/results/tiny/plain-seed0/run.json", RUN)

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..data.corpora import open_corpus
 from ..data.texts import Corpus
-from ..models.loading import usable_device
+from ..models.loading import need_state, usable_device
 from ..settings import ContinuationSettings
 from ..utils.files import write_json
 from ..utils.markdown import escape_markdown, markdown_table
@@ -85,6 +85,7 @@ def continuations_and_topics(
 ) -> tuple[Continuations, Topics]:
     """Generate continuations, and fit or load topics. Checks that can fail early run before the slow parts."""
     topic_model.need_scikit_learn()
+    need_state(name)
     loaded = None if settings.topics_from is None else Topics.load(Path(settings.topics_from))
     if loaded is None:
         corpus = open_corpus(settings.data, settings.fit_on, text_field=settings.text_field)

@@ -16,11 +16,8 @@ def inspect(
     model: Recurrent,
     text: Annotated[str, typer.Option(help="Text file, or - for standard input.")],
     out: Annotated[Path, typer.Option(help="HTML page to write, such as report.html.")],
-    top: Annotated[
-        int,
-        typer.Option(min=1, metavar="<int>", help="Predictions to show for each token, with and without the state."),
-    ] = 5,
-    overlap: Annotated[int | None, typer.Option(min=0, metavar="<int>", help=OVERLAP, show_default=AS_TRAINED)] = None,
+    top: Annotated[int, typer.Option(help="Predictions to show for each token, with and without the state.")] = 5,
+    overlap: Annotated[int | None, typer.Option(help=OVERLAP, show_default=AS_TRAINED)] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Use only the first N tokens of the text.")] = None,
     device: Device = None,
     as_json: Json = False,

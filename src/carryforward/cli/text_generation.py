@@ -19,11 +19,13 @@ from transformers.generation.streamers import BaseStreamer
 from ..backbones.architectures import positions_of
 from ..data.texts import read_file_or_stdin
 from ..data.tokenization import Encoder
+from ..memories.base import is_int
 from ..models.add_recurrence import special_tokens
 from ..models.loading import Loaded, load_causal, usable_device
 from ..settings import GenerateSettings
 from ..state import State
 from ..utils import console
+from ..utils.parsing import parse_json
 from ..utils.signals import Interruptible
 from .options import check_file
 
@@ -154,7 +156,12 @@ def _load_state(path: Path, device: str) -> tuple[State, list[int]]:
         )
     with safe_open(path, framework="pt") as file:
         recent = file.metadata().get(_RECENT_TOKENS)
-    return state, state.tokens[0, : int(state.pending[0])].tolist() if recent is None else json.loads(recent)
+    if recent is None:
+        return state, state.tokens[0, : int(state.pending[0])].tolist()
+    ids = parse_json(recent, f"--state-in {path}: {_RECENT_TOKENS}")
+    if not isinstance(ids, list) or not all(is_int(token) and 0 <= token < 2**31 for token in ids):
+        raise ValueError(f"--state-in {path} is damaged: its {_RECENT_TOKENS} are not token ids. Save it again.")
+    return state, ids
 
 
 def _save_state(

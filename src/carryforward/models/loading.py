@@ -3,6 +3,7 @@
 
 import difflib
 import functools
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from .question_answering import RecurrentForQuestionAnswering
 
 _BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled"
 _HUB_TIMEOUT = 5  # seconds
+_JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
 
 
@@ -75,10 +77,27 @@ def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     if is_gguf:
         _make_plain(model)
     if getattr(model, "generation_config", None) is not None:
+        _check_generation(name, model.generation_config)
         savable(model.generation_config)
     if isinstance(model, RecurrentPreTrainedModel) and not isinstance(config, RecurrentModelConfig):
         model = model.base
     return Loaded(name, model, load_tokenizer(name), run, stored=getattr(config, "dtype", None))
+
+
+def _check_generation(name: str, config: Any) -> None:
+    """Refuse values of a generation config that `generate` would stumble over."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "do_sample": (bool,), "temperature": (int, float), "top_p": (int, float), "min_p": (int, float),
+        "typical_p": (int, float), "repetition_penalty": (int, float), "top_k": (int,), "num_beams": (int,),
+        "bos_token_id": (int,), "eos_token_id": (int,), "pad_token_id": (int,),
+    }  # fmt: skip
+    for key, types in kinds.items():
+        value = getattr(config, key, None)
+        for one in value if isinstance(value, list) and key == "eos_token_id" else [value]:
+            if one is not None and (type(one) not in types or not abs(one) < 2**63):
+                raise ValueError(
+                    f"model {name!r}: its generation_config.json is damaged: {key}={reprlib.repr(value)}. Correct it."
+                )
 
 
 def describe_causal(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
@@ -232,7 +251,7 @@ _PARTS: dict[Any, str] = {AutoConfig: "its config.json", AutoTokenizer: "its tok
 def _load_error(load: Callable, name: str, error: Exception) -> str:
     """A sentence for an error of transformers, which may name neither the model nor the file."""
     text, loader = " ".join(str(error).split()), getattr(load, "__self__", None)
-    part = _PARTS.get(loader, "its config.json and weights")
+    part = _PARTS.get(loader, "its config.json or weights")
     if "Unrecognized configuration class" in text:  # a list of some 200 classes follows
         cls, model_type = getattr(loader, "__name__", "transformers"), load_config(name).model_type
         return f"model {name!r} is of type {model_type!r}, which {cls} cannot load. Use another model."
@@ -257,6 +276,9 @@ def _find(name: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(_no_model(path))
     on_hub = not path.is_absolute() and name.count("/") < 2 and (path.parent == Path() or not path.parent.is_dir())
     if path.exists():
+        for file in _JSON_FILES:
+            if (path / file).is_file():
+                read_json_object(path / file, "Copy or save it again.")
         return name, {}
     if not on_hub:
         raise ValueError(f"model {name!r}: there is no such folder.{_near(path)}")
