@@ -202,13 +202,13 @@ def test_an_error_that_nobody_foresaw_says_where_its_traceback_is(home, monkeypa
     ("error", "message"),
     [
         (OSError(errno.EDQUOT, "Disk quota exceeded", "run/x"), "run/x could not be written (Disk quota exceeded)"),
-        (OSError(errno.EFBIG, "File too large"), "a file could not be written (File too large)"),
-        (OSError(errno.EROFS, "Read-only file system"), "a file could not be written (Read-only file system)"),
+        (OSError(errno.EFBIG, "File too large"), "there could not be written (File too large)"),
+        (OSError(errno.EROFS, "Read-only file system"), "there could not be written (Read-only file system)"),
         (SafetensorError("Error while serializing: I/O error: Input/output error (os error 5)"),
-         "a file could not be written (Input/output error)"),
+         "there could not be written (Input/output error)"),
         (SafetensorError("I/O error: Disk quota exceeded (os error 122)"), "(Disk quota exceeded). Make room"),
         (RuntimeError("[enforce fail at inline_container.cc:778] . PytorchStreamWriter failed writing file data/3"),
-         "a file could not be written (the disk is full, or a quota or size limit is reached)"),
+         "there could not be written (the disk is full, or a quota or size limit is reached)"),
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "a/b: a part of this path is a file"),
         (FileExistsError(errno.EEXIST, "File exists", "a"), "a: a file of this name is in the way of a folder"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
@@ -220,7 +220,7 @@ def test_errors_of_the_system_are_a_sentence(error, message, monkeypatch):
         raise error
 
     monkeypatch.setattr("carryforward.evaluation.report.load", raise_error)
-    assert message in fail("report", "results", code=1)
+    assert message in fail("report", "results", "--out", "there", code=1)
 
 
 def test_debugging_shows_where_an_error_comes_from(monkeypatch):

@@ -42,7 +42,7 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add recurrence to a language model without training, for texts of any length."""
-    with user_errors():
+    with user_errors(out):
         from ..utils import console
 
         if preset != RecurrentSettings.preset and (recent is not None or sinks is not None):

@@ -34,7 +34,7 @@ def demo(
     short: Annotated[bool, typer.Option("--short", help="Only a few steps, to test the installation.")] = False,
 ) -> None:
     """Fine-tune a small model with and without recurrence, compare the two, and generate text. Takes minutes."""
-    with user_errors():
+    with user_errors(out):
         check_folder(out)
         run_demo(out, text or (), seed=seed, short=short, show=stream)
 

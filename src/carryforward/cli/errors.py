@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import typer
 
@@ -28,8 +29,11 @@ _ADVICE = {
 
 
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(out: Path | None = None) -> Iterator[None]:
     """Turn errors into a message on stderr and an exit code; CARRYFORWARD_DEBUG=1 shows the traceback.
+
+    Args:
+        out: what the command writes, for errors of writing that do not say what was written.
 
     Exit codes: 1 failed, 2 wrong usage, 130 interrupted. The traceback of an error that nobody foresaw is written to a
     file, which the message names.
@@ -50,16 +54,16 @@ def user_errors() -> Iterator[None]:
     except Exception as error:
         if os.environ.get("CARRYFORWARD_DEBUG"):
             raise
-        note(f"error: {_user_message(error) or _unforeseen(error)}")
+        note(f"error: {_user_message(error, out) or _unforeseen(error)}")
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
 
 
-def _user_message(error: Exception) -> str | None:
+def _user_message(error: Exception, out: Path | None) -> str | None:
     """The message for the user; None if nobody foresaw the error."""
     text = str(error)
     if (reason := _write_error(error)) is not None:
         full = "The disk is full: " * (reason == os.strerror(errno.ENOSPC))
-        name = getattr(error, "filename", None) or "a file"
+        name = getattr(error, "filename", None) or out or "a file"
         return (
             f"{full}{name} could not be written ({reason}). Make room or use another place, and run the same command "
             "again: what was saved is complete."

@@ -27,7 +27,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure perplexity and FLOPs on a corpus, at one or several overlaps, with and without the state."""
-    with user_errors():
+    with user_errors(out):
         from ..evaluation import report
         from ..evaluation.evaluate import check
         from ..evaluation.evaluate import evaluate as evaluate_model

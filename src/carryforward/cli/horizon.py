@@ -24,7 +24,7 @@ def horizon(
     as_json: Json = False,
 ) -> None:
     """Measure how many windows back the state helps, and where in a window and in a document."""
-    with user_errors():
+    with user_errors(out):
         from ..evaluation import horizon as job
         from ..models.loading import need_state
 

@@ -23,7 +23,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Write an HTML page that colours each token of a text by how much the state helped to predict it."""
-    with user_errors():
+    with user_errors(out):
         from ..analysis import inspect as job
 
         check_file(out)

@@ -57,7 +57,7 @@ def train(
     as_json: TrainingJson = False,
 ) -> None:
     """Fine-tune an encoder to answer questions, with recurrence, or without it as a baseline."""
-    with user_errors():
+    with user_errors(out):
         from ..qa import train as job
 
         record = job.train(settings, out, report_to=report_to, use_cpu=uses_cpu(device))
@@ -138,7 +138,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure exact match and F1 on a file of questions, with and without the state."""
-    with user_errors():
+    with user_errors(out):
         from ..qa import evaluate as job
 
         check_folder(out)
@@ -170,7 +170,7 @@ def join(
     seed: Annotated[int, typer.Option(min=0, metavar="<int>", help="Random seed.")] = 0,
 ) -> None:
     """Make long documents out of SQuAD's passages: a question's passage is joined with others without its answer."""
-    with user_errors():
+    with user_errors(out):
         from ..qa.dataset import write_questions
         from ..qa.join_passages import join_files
 

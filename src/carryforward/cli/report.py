@@ -15,7 +15,7 @@ def report(
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for table, CSV and figure.")] = None,
 ) -> None:
     """Combine results of `evaluate` into one table, CSV file and figure."""
-    with user_errors():
+    with user_errors(out):
         from ..evaluation import report
 
         check_folder(out)

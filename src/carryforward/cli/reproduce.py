@@ -38,7 +38,7 @@ def reproduce(
     device: TrainingDevice = None,
 ) -> None:
     """Run what is missing of an experiment of the paper, and rewrite the pages of tables, figures and claims."""
-    with user_errors():
+    with user_errors(work):
         from ..reproduction import pages as published
         from ..reproduction import parallel, recipes, run
 

@@ -22,7 +22,7 @@ def samples(
     as_json: Json = False,
 ) -> None:
     """Show generated texts side by side, with and without the state: by topic, and by the people they mention."""
-    with user_errors():
+    with user_errors(out):
         from ..analysis import samples as job
         from ..utils import console
 

@@ -20,7 +20,7 @@ def topics(
     as_json: Json = False,
 ) -> None:
     """Measure how well generated text keeps to the topics of its context, with and without the state."""
-    with user_errors():
+    with user_errors(out):
         from ..analysis import topics as job
         from ..utils import console
         from ..utils.plotting import skip_without_matplotlib

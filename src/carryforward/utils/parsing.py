@@ -47,8 +47,9 @@ def read_yaml(path: Path) -> Any:
                 seen.add(str(key.value))
             return super().construct_mapping(node, deep)
 
+    content = read_bytes(path)
     try:
-        return yaml.load(read_bytes(path), Loader)
+        return yaml.load(content, Loader)
     except RecursionError as error:
         raise ValueError(f"{path} is not valid YAML: it is nested too deeply.") from error
     except (yaml.YAMLError, ValueError) as error:
