@@ -130,7 +130,7 @@ def test_defaults_follow_another_window():
     assert recurrence.find("kv") == KV(8, 4)
     given = dataclasses.replace(cf.RecurrenceConfig(window=64, memory=KV(recent=20)), window=32)
     assert given.find("kv") == KV(20, 4)
-    with pytest.raises(ValueError, match="recent=20 with sinks=0 must be at most 16 positions in all"):
+    with pytest.raises(ValueError, match="recent=20 and sinks=0 are 20 positions to carry, and a window adds only 16"):
         dataclasses.replace(given, window=16)
 
 
@@ -155,8 +155,8 @@ def test_equal_configs_are_those_that_resolve_to_the_same():
             {"sinks": 150},
             r"sinks=150 leaves nothing of half a window \(150\) for recent positions. Give recent as well",
         ),
-        ({"recent": 301}, "recent=301 with sinks=0 must be at most 300 positions in all"),
-        ({"recent": 297, "sinks": 4}, "recent=297 with sinks=4 must be at most 300 positions in all"),
+        ({"recent": 301}, "a window adds only 300 new ones .*Use recent=300 or less"),
+        ({"recent": 297, "sinks": 4}, "Use recent=296 or less"),
     ],
 )
 def test_numbers_of_positions_that_do_not_fit_are_refused(fields, message):

@@ -79,7 +79,14 @@ __all__ = [*_HOME, "windows"]
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        try:
+            return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "sentence_transformers":
+                raise
+            from .utils.install import install_hint
+
+            raise ImportError(f"{name} needs sentence-transformers: {install_hint('sentences')}") from error
     if name == "windows":
         return importlib.import_module(".windows", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

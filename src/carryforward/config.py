@@ -8,13 +8,14 @@ that `AutoModel...from_pretrained` finds everything in one file.
 
 import dataclasses
 import logging
+import reprlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from . import windows
-from .backbones.architectures import Architecture, architecture_of
+from .backbones.architectures import ARCHITECTURES, Architecture, architecture_of, unsupported_type
 from .memories.base import Dependency, MemoryConfig, WindowSize, check_fields, is_int
 from .memories.kinds import MemoryChoice, owner_hint, parse_memory
 
@@ -192,10 +193,9 @@ class RecurrentModelConfig(PreTrainedConfig):
     tie_word_embeddings = _of_base("tie_word_embeddings")
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if isinstance(self.base_config, dict):
-            self.base_config = AutoConfig.for_model(**self.base_config)
+        self.base_config = _base_config(self.base_config)
         if self.base_config is not None:  # transformers makes an empty one to compare defaults with
-            self.recurrence = self.recurrence or RecurrenceConfig()
+            self.recurrence = RecurrenceConfig() if self.recurrence is None else self.recurrence
             for name in ("id2label", "label2id", "problem_type"):
                 if getattr(self, name) is None:
                     setattr(self, name, getattr(self.base_config, name))
@@ -208,7 +208,19 @@ class RecurrentModelConfig(PreTrainedConfig):
         """Refuse a recurrence that does not fit the base model. It may be a dict: from a file, or given on loading."""
         if isinstance(self.recurrence, dict):
             self.recurrence = RecurrenceConfig(**self.recurrence)
+        if not isinstance(self.recurrence, RecurrenceConfig):
+            raise ValueError(f"recurrence={reprlib.repr(self.recurrence)} must be a RecurrenceConfig, or its fields.")
+        if not isinstance(self.use_state, bool):
+            raise ValueError(f"use_state={reprlib.repr(self.use_state)} must be True or False.")
         _check_fit(self.recurrence, self.base_config, self.architecture)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The config of a file. Defaults would make another model of it: what is missing is refused."""
+        for name in ("base_config", "recurrence"):
+            if config_dict.get(name) is None and kwargs.get(name) is None:
+                raise ValueError(f"config.json has no {name}, which a recurrent model must have.")
+        return super().from_dict(config_dict, **kwargs)
 
     @property
     def architecture(self) -> Architecture:
@@ -224,6 +236,18 @@ class RecurrentModelConfig(PreTrainedConfig):
             output["recurrence"] = self.recurrence.to_dict()
             output["tie_word_embeddings"] = self.tie_word_embeddings  # peft looks for it here
         return output
+
+
+def _base_config(value: Any) -> Any:
+    """The base model's config, from a config, its values, or None."""
+    if value is None or isinstance(value, PreTrainedConfig):
+        return value
+    model_type = value.get("model_type") if isinstance(value, dict) else None
+    if not isinstance(model_type, str):
+        raise ValueError(f"base_config={reprlib.repr(value)} must be the config of a base model, with its model_type.")
+    if model_type not in ARCHITECTURES:
+        raise ValueError(unsupported_type(model_type))
+    return AutoConfig.for_model(**value)
 
 
 def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architecture: Architecture) -> None:

@@ -6,3 +6,5 @@ PAPER_WINDOW = 300  # tokens of a window in the paper's language models
 PAPER_QA_WINDOW = 512  # and in its question answering, if the model has so many positions
 MAX_DEFAULT_WINDOW = 1024  # a default window is no longer, however many positions a model has
 DEFAULT_SINKS = 4  # attention sinks of the memory "kv"
+POOLINGS = ("mean", "max", "attention")  # of the memory "vector": how positions become a vector
+POOLED_LAYERS = ("all", "last", "below")  # and of which layers

@@ -11,7 +11,16 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from .presets import DEFAULT_SINKS, MAX_DEFAULT_WINDOW, PAPER_QA_WINDOW, PAPER_WINDOW, PRESET_MEMORIES
+from .presets import (
+    DEFAULT_SINKS,
+    MAX_DEFAULT_WINDOW,
+    PAPER_QA_WINDOW,
+    PAPER_WINDOW,
+    POOLED_LAYERS,
+    POOLINGS,
+    PRESET_MEMORIES,
+)
+from .settings_base import Settings, at_least, flag
 
 FAST_PATHS = ("auto", "compiled", "off")
 PYTHON_DOCS = "python-docs"  # the built-in text: the documentation that comes with Python
@@ -62,7 +71,7 @@ _run = partial(_setting, panel=RUN)
 
 
 @dataclass(frozen=True)
-class RecurrentSettings:
+class RecurrentSettings(Settings):
     """Settings that all training commands share: a model, data, and a recurrence. None means that the model decides."""
 
     model: str = _setting(BUNDLED, "Hub name, folder or .gguf file; bundled comes with the package.")
@@ -95,6 +104,15 @@ class RecurrentSettings:
     keep_windows: str | None = _memory(
         None, "Windows of a sample that keep activations instead of recomputing them.", shown="auto"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, self, "window", "recent", "slots", "hidden_sizes", "bptt_windows")
+        at_least(0, self, "overlap", "sinks", "init_std")
+        for name, choices in (("pooling", POOLINGS), ("pooled_layers", POOLED_LAYERS)):
+            if getattr(self, name) not in (None, *choices):
+                raise ValueError(f"{flag(name)} {getattr(self, name)}: it must be one of {', '.join(choices)}.")
+        self.recurrence_fields()
 
     def as_json(self) -> dict[str, Any]:
         """As a run's record has them: without tuples."""
@@ -176,35 +194,22 @@ class TrainSettings(RecurrentSettings):
     seed: int = _run(0, "Random seed.")
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "max_document_tokens", "max_validation_tokens", "windows_per_sample", "search_tokens",
-                  "train_tokens", "eval_tokens", "save_tokens", "batch_size", "accumulate")  # fmt: skip
-        _at_least(0, self, "warmup_steps", "max_grad_norm")
+        super().__post_init__()
+        at_least(1, self, "max_document_tokens", "max_validation_tokens", "windows_per_sample", "search_tokens",
+                 "train_tokens", "eval_tokens", "save_tokens", "batch_size", "accumulate")  # fmt: skip
+        at_least(0, self, "warmup_steps", "max_grad_norm")
         for name in ("learning_rate", "recurrence_learning_rate"):
             rates = getattr(self, name)
-            if not rates or not all(0 < rate < math.inf for rate in rates):
+            if not all(rate > 0 for rate in rates):
                 raise ValueError(f"{flag(name)} {' '.join(map(str, rates))}: learning rates must be above 0.")
         if self.fast_path not in FAST_PATHS:
             raise ValueError(f"--fast-path {self.fast_path}: it must be one of {', '.join(FAST_PATHS)}.")
-        if not 0 < self.epochs < math.inf:
+        if not self.epochs > 0:
             raise ValueError(f"--epochs {self.epochs}: it must be above 0.")
         if self.freeze_base and not self.recurrence:
             raise ValueError("--freeze-base trains only the recurrence, which --no-recurrence removes: choose one.")
         if self.carry_state and not self.recurrence:
             raise ValueError("--carry-state carries the state, which --no-recurrence removes: choose one.")
-        self.recurrence_fields()
-
-
-def flag(name: str) -> str:
-    """The command-line option of a field."""
-    return "--" + name.replace("_", "-")
-
-
-def _at_least(least: int, settings: Any, *names: str) -> None:
-    """Check the smallest value of settings; None, for the default, passes."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise ValueError(f"{flag(name)} {value}: it must be at least {least}.")
 
 
 def _windows(value: str) -> int | str:
@@ -255,17 +260,18 @@ class QuestionSettings(RecurrentSettings):
     seed: int = _run(0, "Random seed, also of --join-words.")
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "join_words", "max_questions", "max_validation_questions", "patience", "batch_size",
-                  "accumulate")  # fmt: skip
+        super().__post_init__()
+        at_least(1, self, "join_words", "max_questions", "max_validation_questions", "patience", "batch_size",
+                 "accumulate")  # fmt: skip
+        at_least(0, self, "max_grad_norm")
         for name in ("learning_rate", "recurrence_learning_rate", "epochs"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
+            if value is not None and not value > 0:
                 raise ValueError(f"{flag(name)} {value}: it must be above 0.")
-        self.recurrence_fields()
 
 
 @dataclass(frozen=True)
-class CorpusSettings:
+class CorpusSettings(Settings):
     """A corpus to read, without training."""
 
     data: str = _setting(PYTHON_DOCS, _CORPUS)
@@ -282,7 +288,8 @@ class ScoringSettings(CorpusSettings):
     bf16: bool = _advanced(False, MIXED_PRECISION)
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "max_document_tokens", "batch_size")
+        super().__post_init__()
+        at_least(1, self, "max_document_tokens", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -298,7 +305,8 @@ class EvaluateSettings(ScoringSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(1, self, "window", "reset_every")
+        at_least(1, self, "window", "reset_every")
+        at_least(0, self, "overlap")
 
 
 @dataclass(frozen=True)
@@ -311,12 +319,11 @@ class HorizonSettings(ScoringSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(depth < 0 for depth in self.depth or ()):
-            raise ValueError(f"--depth {' '.join(map(str, self.depth or ()))}: numbers of windows must be at least 0.")
+        at_least(0, self, "depth")
 
 
 @dataclass(frozen=True)
-class AnswerSettings:
+class AnswerSettings(Settings):
     """Settings of `carryforward qa evaluate`."""
 
     data: str = _setting(MISSING, f"Questions: {_QUESTIONS}")
@@ -331,11 +338,13 @@ class AnswerSettings:
     seed: int = _advanced(0, "Random seed of --join-words.")
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "join_words", "max_questions", "max_answer_tokens", "window", "batch_size")
+        super().__post_init__()
+        at_least(1, self, "join_words", "max_questions", "max_answer_tokens", "window", "batch_size")
+        at_least(0, self, "overlap")
 
 
 @dataclass(frozen=True)
-class EmbedSettings:
+class EmbedSettings(Settings):
     """Settings of `carryforward embed`."""
 
     what: str = _setting("document", "What gets a vector: document, tokens or windows.")
@@ -349,7 +358,9 @@ class EmbedSettings:
     batch_size: int = _setting(8, "Documents per batch.")
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "window", "batch_size")
+        super().__post_init__()
+        at_least(1, self, "window", "batch_size")
+        at_least(0, self, "overlap")
         if self.on_error not in ("stop", "skip"):
             raise ValueError(f"--on-error {self.on_error}: it must be stop or skip.")
 
@@ -359,8 +370,10 @@ _BY_MODEL = "the model's generation config"
 
 
 @dataclass(frozen=True)
-class GenerateSettings:
+class GenerateSettings(Settings):
     """Settings of `carryforward generate`. None leaves a choice to the model's generation config."""
+
+    seeds = -(2**63), 2**64 - 1  # torch's range
 
     max_new_tokens: int = _setting(200, "Tokens to generate.")
     greedy: bool = _sampling(False, "Always take the most likely token; same as --temperature 0.")
@@ -375,7 +388,9 @@ class GenerateSettings:
     dtype: str = _advanced("float32", "Data type of the weights: float32, bfloat16 or float16.")
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "max_new_tokens", "top_k")
+        super().__post_init__()
+        at_least(1, self, "max_new_tokens", "top_k")
+        at_least(0, self, "overlap")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: it must be one of {', '.join(DTYPES)}.")
         for name, accepted, low, high in (
@@ -383,7 +398,6 @@ class GenerateSettings:
             ("top_p", "above 0 and at most 1", math.ulp(0), 1.0),
             ("min_p", "from 0 to 1", 0.0, 1.0),
             ("repetition_penalty", "above 0", math.ulp(0), math.inf),
-            ("seed", "at least -2**63 and below 2**64", -(2**63), 2**64 - 1),  # torch's range
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -429,8 +443,8 @@ class ContinuationSettings(CorpusSettings):
     topics_from: str | None = _topics(None, "Reuse the topics of an earlier run: its folder lda.")
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "contexts", "context_tokens", "new_tokens", "batch_size", "topics", "fit_documents")
-        _at_least(0, self, "seed")
+        super().__post_init__()
+        at_least(1, self, "contexts", "context_tokens", "new_tokens", "batch_size", "topics", "fit_documents")
         for name in ("topics", "fit_on", "fit_documents"):
             if self.topics_from is not None and getattr(self, name) != getattr(type(self), name):
                 raise ValueError(f"{flag(name)} is for fitting topics, and --topics-from reuses others. Use one.")

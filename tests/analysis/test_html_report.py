@@ -189,7 +189,7 @@ def test_options_in_any_order_and_standard_input(models, tmp_path, capsys, monke
         ("model --text missing.txt --out out.html", "missing.txt cannot be read"),
         ("model --text plain --out out.html", "cannot be read"),
         ("model --text text.txt --out plain", "--out plain is a folder"),
-        ("model --text text.txt --out out.html --top 0", "top=0: it must be from 1"),
+        ("model --text text.txt --out out.html --top 0", "--top 0: it must be at least 1"),
         ("model --text text.txt --out out.html --max-tokens 0", "--max-tokens 0: it must be at least 1"),
         ("model --text text.txt --out out.html --overlap 16", "overlap=16"),
     ],

@@ -142,15 +142,15 @@ def test_results_need_a_folder_before_the_work_begins(home, tmp_path):
     (tmp_path / "file").write_text("")
     for arguments in (evaluation("no-such-model", home), ["report", home]):
         assert "is a file" in fail(*arguments, "--out", tmp_path / "file", code=2)
-    message = fail(*evaluation("no-such-model", home), "--out", tmp_path / "file" / "deep", code=1)
-    assert "Not a directory" in message
+    message = fail(*evaluation("no-such-model", home), "--out", tmp_path / "file" / "deep", code=2)
+    assert "is a file, where a folder is needed" in message
 
 
 def test_a_damaged_result(tmp_path):
     result = tmp_path / "result.json"
     result.write_text('{"kind": "evaluation", "rows": [')
     message = fail("report", result, code=2)
-    assert f"{result} is not JSON, or cut short" in message
+    assert f"{result} is not valid JSON" in message
     assert "Run its evaluation again" in message
     result.write_text('{"kind": "evaluation", "rows": []}')
     assert "model lacks name" in fail("report", result, code=2)

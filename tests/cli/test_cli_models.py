@@ -48,13 +48,13 @@ def test_an_encoder_is_no_language_model(command, home, tmp_path, capfd):
 
 def test_a_model_in_a_runs_folder_is_not_that_runs(tmp_path, monkeypatch):
     """Only checkpoints are: `evaluate gpt2` may be called from anywhere."""
-    from carryforward.models.loading import _run_of
+    from carryforward.utils.checkpoints import run_of
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.json").write_text('{"kind": "run"}')
+    (tmp_path / "run.json").write_text('{"kind": "run", "settings": {}}')
     (tmp_path / "checkpoint-5").mkdir()
     for name, known in (("gpt2", False), (".", True), ("checkpoint-5", True), (str(tmp_path / "checkpoint-5"), True)):
-        assert (_run_of(name) is not None) is known, name
+        assert (run_of(name) is not None) is known, name
 
 
 @pytest.mark.parametrize("kind", ["plain", "recurrent"])
@@ -69,7 +69,7 @@ def test_weights_cut_short(trained, home, tmp_path, kind):
 def test_a_damaged_record(trained, home, tmp_path):
     copy = shutil.copytree(trained, tmp_path / "copy")
     (copy / "run.json").write_text('{"kind": "run", "sett')
-    assert f"{copy / 'run.json'} is damaged" in fail(*evaluation(copy, home), code=2)
+    assert f"{copy / 'run.json'} is not valid JSON" in fail(*evaluation(copy, home), code=2)
     again = ["train", "--model", home / "model", "--data", home / "texts", *TRAIN, "--out", copy]
-    assert f"{copy / 'run.json'} is damaged" in fail(*again, code=2)
+    assert f"{copy / 'run.json'} is not valid JSON" in fail(*again, code=2)
     assert (copy / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options, help, config files and exit codes of the command line."""
 
+import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import fail, into_a_closed_pipe, succeed
 from helpers.training_runs import evaluation
+from safetensors import SafetensorError
 from typer.main import get_command
 
 import carryforward
@@ -109,8 +112,8 @@ def test_numbers_end_where_the_models_begin(trained, home):
 
 
 def test_negative_numbers_are_values_not_options(trained, home):
-    assert "overlap=-1 must be at least 0" in fail(*evaluation(trained, home, "--overlap", -1), code=2)
-    assert "overlap=-1 must be at least 0" in fail(*evaluation(trained, home, "--overlap=0", -1), code=2)
+    assert "--overlap -1: it must be at least 0" in fail(*evaluation(trained, home, "--overlap", -1), code=2)
+    assert "--overlap -1: it must be at least 0" in fail(*evaluation(trained, home, "--overlap=0", -1), code=2)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +153,15 @@ def test_a_config_file_with_flags_on_top(trained, home, tmp_path):
         ("data: {x: y}", "data must be a single value, not {'x': 'y'}"),
         ("- data", "must hold `name: value` lines"),
         ("data: x: y", "cannot be read"),
+        ("data: x\nsplit: test\ndata: y", "'data' stands twice"),
+        ("data: x\nbatch-size: 1\nbatch_size: 2", "batch_size stands twice"),
+        ("window: true", "window must not be true or false"),
+        ("batch_size: 2.5", "Invalid value for '--batch-size'"),
+        ("data: ''", "data is empty"),
+        ("data: 2024-01-01T00:00:00Z", "data must be a name or a number"),
+        ("data: !!python/object/apply:os.system [echo]", "could not determine a constructor"),
+        ("[" * 2000, "nested too deeply"),
+        ("data: \x00", "cannot be read"),
     ],
 )
 def test_a_wrong_config_file_is_refused_by_name(tmp_path, content, message):
@@ -170,10 +182,45 @@ def test_a_reader_that_has_enough(home):
     into_a_closed_pipe("flops", "--model", home / "model", "--window", 16)
 
 
-def test_a_bug_is_not_hidden(home, monkeypatch):
+def test_an_error_that_nobody_foresaw_says_where_its_traceback_is(home, monkeypatch, capsys):
     monkeypatch.setattr("carryforward.evaluation.report.flops_table", lambda rows: rows["nothing"])
+    command = ["flops", "--model", str(home / "model"), "--window", "16"]
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    message = capsys.readouterr().err
+    assert end.value.code == 1
+    assert message.startswith("error: TypeError: list indices must be integers or slices, not str. This is a bug, or")
+    file = Path(re.search(r"The traceback is in (\S+);", message)[1])
+    assert "Traceback (most recent call last)" in file.read_text()
+    file.unlink()
+    monkeypatch.setenv("CARRYFORWARD_DEBUG", "1")
     with pytest.raises(TypeError):
-        main(["flops", "--model", str(home / "model"), "--window", "16"])
+        main(command)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "run/x"), "run/x could not be written (Disk quota exceeded)"),
+        (OSError(errno.EFBIG, "File too large"), "there could not be written (File too large)"),
+        (OSError(errno.EROFS, "Read-only file system"), "there could not be written (Read-only file system)"),
+        (SafetensorError("Error while serializing: I/O error: Input/output error (os error 5)"),
+         "there could not be written (Input/output error)"),
+        (SafetensorError("I/O error: Disk quota exceeded (os error 122)"), "(Disk quota exceeded). Make room"),
+        (RuntimeError("[enforce fail at inline_container.cc:778] . PytorchStreamWriter failed writing file data/3"),
+         "there could not be written (the disk is full, or a quota or size limit is reached)"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "a/b: a part of this path is a file"),
+        (FileExistsError(errno.EEXIST, "File exists", "a"), "a: a file of this name is in the way of a folder"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                      "tried to allocate 9 bytes. Error code 12"), "can't allocate memory: you tried to allocate 9"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_system_are_a_sentence(error, message, monkeypatch):
+    def raise_error(paths):
+        raise error
+
+    monkeypatch.setattr("carryforward.evaluation.report.load", raise_error)
+    assert message in fail("report", "results", "--out", "there", code=1)
 
 
 def test_debugging_shows_where_an_error_comes_from(monkeypatch):

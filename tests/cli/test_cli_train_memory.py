@@ -78,8 +78,8 @@ def test_a_window_too_long_for_what_is_carried(train):
         (["--preset", "paper", "--recent", 2], "--recent is an option of the memory kv, and the memory is vector. Use "
          "--memory kv, or --memory vector kv for both, or leave it out."),
         (["--memory", "kv", "--no-residual"], "--residual is an option of the memory vector, and the memory is kv."),
-        (["--recent", 0], "recent=0 must be an integer from 1"),
-        (["--recent", 9, "--sinks", 4], "recent=9 with sinks=4 must be at most 12 positions in all"),
+        (["--recent", 0], "--recent 0: it must be at least 1"),
+        (["--recent", 9, "--sinks", 4], "recent=9 and sinks=4 are 13 positions to carry, and a window adds only 12"),
     ],
 )  # fmt: skip
 def test_a_memory_that_cannot_be(train, options, message):

@@ -8,6 +8,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
+from carryforward.cli.errors import UNFORESEEN
 from carryforward.cli.main import main
 
 
@@ -28,6 +29,7 @@ def run(*arguments):
         except SystemExit as end:
             code = int(end.code or 0)
     assert "Traceback" not in err.getvalue()
+    assert UNFORESEEN not in err.getvalue(), err.getvalue()
     return Result(code, out.getvalue(), err.getvalue())
 
 

@@ -51,7 +51,7 @@ def test_recurrences_that_do_not_fit_are_refused(fields, message):
         ({"slots": 0}, "slots=0 must be an integer of at least 1"),
         ({"hidden_sizes": [200, 0]}, "hidden_sizes=.200, 0. must be positive integers"),
         ({"hidden_sizes": 200}, "hidden_sizes=200 must be a list of integers"),
-        ({"init_std": -1.0}, "init_std=-1.0 must be 0 or more"),
+        ({"init_std": -1.0}, "init_std=-1.0 must be a finite number, 0 or more"),
     ],
     ids=str,
 )

@@ -17,9 +17,9 @@ import carryforward as cf
         (
             2,
             {"recent": 7},
-            "recent=7 with sinks=0 must be at most 6 positions in all: windows advance by that many",
+            "recent=7 and sinks=0 are 7 positions to carry, and a window adds only 6 new ones",
         ),
-        (0, {"recent": 7, "sinks": 2}, "recent=7 with sinks=2 must be at most 8 positions in all"),
+        (0, {"recent": 7, "sinks": 2}, "recent=7 and sinks=2 are 9 positions to carry, and a window adds only 8"),
     ],
 )
 def test_positions_that_do_not_fit_a_window_are_refused(overlap, fields, message):

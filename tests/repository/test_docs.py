@@ -102,8 +102,8 @@ def test_commands_have_the_options_that_are_shown(page):
 
 # Every package imports only packages before it. Modules of the root are named like packages.
 ORDER = [
-    "windows", "presets", "settings", "utils", "data", "backbones", "state", "memories", "config", "engine", "models",
-    "evaluation", "training", "analysis", "qa", "embeddings", "reproduction", "cli", "__main__",
+    "windows", "presets", "settings_base", "settings", "utils", "data", "backbones", "state", "memories", "config",
+    "engine", "models", "evaluation", "training", "analysis", "qa", "embeddings", "reproduction", "cli", "__main__",
 ]  # fmt: skip
 MAX_ROOT_MODULES, MAX_FILES = 8, 16
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -27,7 +26,9 @@ from ..models.base import eval_mode
 from ..models.causal_lm import RecurrentForCausalLM
 from ..models.loading import Loaded, load_causal, need_state, usable_device, version_of
 from ..settings import ContinuationSettings
+from ..utils.arrays import read_arrays
 from ..utils.files import atomic_write
+from ..utils.parsing import parse_json
 from ..utils.peft import get_recurrent_model
 from ..utils.progress import ProgressBar
 
@@ -149,7 +150,6 @@ def generate_continuations(
     """
     device = usable_device(device)
     loaded, plain = _load(name, settings)
-    out.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be created, not after the work is done
     model: Any = loaded.model
     recurrence = model.config.recurrence
     tokens = settings.context_tokens or recurrence.window
@@ -162,6 +162,7 @@ def generate_continuations(
         "data": [settings.data, settings.split, documents.key], "contexts": settings.contexts, "context_tokens": tokens,
         "new_tokens": settings.new_tokens, "bf16": settings.bf16, "seed": settings.seed,
     }  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)  # after all that can be refused
     for used in (loaded, plain):
         if used is not None:
             used.model.to(device)  # type: ignore[arg-type]
@@ -224,12 +225,15 @@ class _Store:
             self._load()
 
     def _load(self) -> None:
+        remedy = "Delete it, or use another --out."
+        arrays = read_arrays(self.path, remedy)
         try:
-            with np.load(self.path) as arrays:
-                saved = json.loads(str(arrays["identity"]))
-                self.written = {name: arrays[name] for name in arrays.files if name != "identity"}
-        except (ValueError, KeyError, EOFError, BadZipFile) as error:
-            raise ValueError(f"{self.path} is damaged ({error}). Delete it, or use another --out.") from error
+            saved = parse_json(str(arrays.pop("identity")), "identity")
+            if not isinstance(saved, dict) or any(one.ndim != 2 or one.dtype != np.int32 for one in arrays.values()):
+                raise ValueError("it does not hold continuations")
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{self.path} is damaged ({error}). {remedy}") from error
+        self.written = arrays
         differences = [_difference(name, saved.get(name), value) for name, value in self.identity.items()
                        if saved.get(name) != value]  # fmt: skip
         if differences:

@@ -38,13 +38,13 @@ def inspect(
         raise ValueError(f"--out {out} is the text itself. Use another file name.")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder. Give the name of a file, such as {out / 'report.html'}.")
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"--max-tokens {max_tokens}: it must be at least 1.")
+    for option, value, least in (("top", top, 1), ("overlap", overlap, 0), ("max-tokens", max_tokens, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"--{option} {value}: it must be at least {least}.")
     title, text = _read(source)
     device = usable_device(device)
     need_state(name)
     loaded = load_causal(name)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be created, not after reading
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
     encoder = Encoder(loaded.tokenizer, max_tokens)
     ids, pieces = encoder.encode_pieces(text)
@@ -53,6 +53,7 @@ def inspect(
     origin = provenance(device)
     model_name = Path(name).name
     page = render_html(tokens, pieces, encoder.token_strings, title=title, model=model_name, provenance=origin)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
     write_text(out, page)
     return {
         "kind": "inspection",

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
+from ..utils.arrays import read_arrays
 from ..utils.files import atomic_write, write_json
+from ..utils.install import install_hint
+from ..utils.parsing import parse_json
 
 WORD = r"(?u)\b[^\W\d_]{3,}\b"  # three letters or more
 CHUNK_WORDS = 500  # topics are fitted on chunks, which are closer in length to a context than a whole book is
@@ -93,11 +95,26 @@ class Topics:
                 f"{folder} holds no fitted topics ({ARRAYS} is missing): give the folder lda of an earlier run of "
                 "`carryforward topics`."
             )
+        remedy = "Delete it to fit the topics again."
+        arrays = read_arrays(folder / ARRAYS, remedy)
         try:
-            with np.load(folder / ARRAYS) as arrays:
-                return cls(arrays["vocabulary"], arrays["weights"], json.loads(str(arrays["about"])))
-        except (ValueError, KeyError, EOFError, BadZipFile) as error:
-            raise ValueError(f"{folder / ARRAYS} is damaged ({error}). Delete it to fit the topics again.") from error
+            topics = cls(arrays["vocabulary"], arrays["weights"], parse_json(str(arrays["about"]), "about"))
+            topics._check()
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{folder / ARRAYS} is damaged ({error}). {remedy}") from error
+        return topics
+
+    def _check(self) -> None:
+        """Refuse arrays that cannot be topics."""
+        words, weights = self.vocabulary, self.weights
+        if words.ndim != 1 or words.dtype.kind != "U" or len(set(words.tolist())) != len(words) or not len(words):
+            raise ValueError("vocabulary is not a list of different words")
+        if weights.ndim != 2 or weights.dtype.kind != "f" or weights.shape[1] != len(words) or not len(weights):
+            raise ValueError("weights do not fit the vocabulary")
+        if not (np.isfinite(weights) & (weights > 0)).all():
+            raise ValueError("weights are not all above 0")
+        if not isinstance(self.metadata, dict):
+            raise ValueError("about is not an object")
 
 
 @dataclass(frozen=True)
@@ -181,8 +198,10 @@ def check_documents(count: int, topics: int) -> None:
     """Refuse more topics than documents."""
     if count < topics:
         raise ValueError(
-            f"{topics} topics cannot be fitted on {count} documents: use at least as many documents as topics, or "
-            "fewer topics."
+            f"{topics} topics cannot be fitted on {count} documents: give at least as many documents, or use "
+            f"--topics {count} or fewer (topics={count} in Python)."
+            if count
+            else "there are no documents to fit topics on."
         )
 
 
@@ -197,7 +216,7 @@ def need_scikit_learn() -> None:
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
-        raise ImportError("topics need scikit-learn: pip install carryforward[topics]") from error
+        raise ImportError(f"topics need scikit-learn: {install_hint('topics')}") from error
 
 
 def divergence(p: np.ndarray, q: np.ndarray | float) -> np.ndarray:

@@ -25,10 +25,10 @@ import numpy as np
 
 from ..data.corpora import open_corpus
 from ..data.texts import Corpus
-from ..models.loading import usable_device
+from ..models.loading import need_state, usable_device
 from ..settings import ContinuationSettings
 from ..utils.files import write_json
-from ..utils.markdown import markdown_table
+from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.plotting import COLOURS, new_figure, save_figure, style_axes
 from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
@@ -85,6 +85,7 @@ def continuations_and_topics(
 ) -> tuple[Continuations, Topics]:
     """Generate continuations, and fit or load topics. Checks that can fail early run before the slow parts."""
     topic_model.need_scikit_learn()
+    need_state(name)
     loaded = None if settings.topics_from is None else Topics.load(Path(settings.topics_from))
     if loaded is None:
         corpus = open_corpus(settings.data, settings.fit_on, text_field=settings.text_field)
@@ -135,8 +136,9 @@ def markdown(result: dict[str, Any]) -> str:
     """The result as text: a table with a row for each writer, and the words of the topics."""
     data, model, worded = result["data"], result["model"], result["worded"]
     lines = [
-        f"{model['name']} on {data['name']}, {data['split']}: {len(result['contexts']):,} contexts of "
-        f"{result['context_tokens']} tokens, each continued by {result['settings']['new_tokens']} tokens; "
+        f"{escape_markdown(model['name'])} on {escape_markdown(data['name'])}, {data['split']}: "
+        f"{len(result['contexts']):,} contexts of {result['context_tokens']} tokens, each continued by "
+        f"{result['settings']['new_tokens']} tokens; "
         f"Jensen-Shannon divergence of {len(result['topics']['top_words'])} topics.",
         "",
         markdown_table(

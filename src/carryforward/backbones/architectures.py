@@ -220,10 +220,14 @@ def positions_of(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def unsupported_type(model_type: str) -> str:
+    """The refusal of a base model of another type."""
+    return f"Recurrence cannot be added to a model of type {model_type!r}. Supported types: {', '.join(ARCHITECTURES)}."
+
+
 def _refusal(config: Any) -> str | None:
     if config.model_type not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        return f"Recurrence cannot be added to a model of type {config.model_type!r}. Supported types: {known}."
+        return unsupported_type(config.model_type)
     for name, (expected, reason) in _REFUSED_SETTINGS.items():
         value = getattr(config, name, None)
         if value not in (None, expected):

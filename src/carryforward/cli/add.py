@@ -10,7 +10,7 @@ import typer
 from ..presets import DEFAULT_SINKS
 from ..settings import ADVANCED, DEFAULT_RECENT, DEFAULT_WINDOW, PRESET, PYTHON_DOCS, TEXT_FIELD, RecurrentSettings
 from .errors import user_errors
-from .options import Json
+from .options import Json, check_folder
 
 if TYPE_CHECKING:
     from ..config import RecurrenceConfig
@@ -42,7 +42,7 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add recurrence to a language model without training, for texts of any length."""
-    with user_errors():
+    with user_errors(out):
         from ..utils import console
 
         if preset != RecurrentSettings.preset and (recent is not None or sinks is not None):
@@ -70,13 +70,17 @@ def add_to_folder(
     from ..backbones.architectures import architecture_of
     from ..data.documents import load_documents
     from ..models.add_recurrence import add_recurrence
-    from ..models.loading import load_causal
+    from ..models.loading import describe_causal, load_causal
     from ..utils import console
     from ..utils.files import atomic_folder
 
+    check_folder(out.absolute().parent)
     if out.exists():
         raise ValueError(f"--out {out} exists already. Give another folder.")
     fields = settings.recurrence_fields()
+    if Path(name).suffix != ".gguf":  # whose config takes seconds to read
+        config, _ = describe_causal(name)
+        architecture_of(getattr(config, "base_config", config))
     console.note(f"loading {name}")
     loaded = load_causal(name)
     if loaded.recurrent:

@@ -16,6 +16,7 @@ import typer
 from ..settings import BUNDLED, PYTHON_DOCS, EvaluateSettings, GenerateSettings, TrainSettings
 from .errors import user_errors
 from .generate import stream
+from .options import check_folder
 
 OVERLAPS = (0, 5, 10, 30, 50)
 _MIN_WORDS, _ENOUGH_WORDS = 2_000, 30_000  # of the user's text
@@ -29,11 +30,12 @@ def demo(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for models and results.")] = Path("carryforward-demo"),
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="<int>", help="Random seed.")] = 0,
     short: Annotated[bool, typer.Option("--short", help="Only a few steps, to test the installation.")] = False,
 ) -> None:
     """Fine-tune a small model with and without recurrence, compare the two, and generate text. Takes minutes."""
-    with user_errors():
+    with user_errors(out):
+        check_folder(out)
         run_demo(out, text or (), seed=seed, short=short, show=stream)
 
 
@@ -65,7 +67,8 @@ def run_demo(
     from ..utils.console import note
     from . import text_generation
 
-    contents = _read(files)  # before anything is deleted
+    _settings(PYTHON_DOCS, SHORT, seed, recurrence=True)  # refuses a wrong seed before anything is deleted
+    contents = _read(files)
     _clear(out)
     effort = SHORT if short else FULL
     data = _own_text(contents, out / "text") if files else PYTHON_DOCS

@@ -25,7 +25,7 @@ def embed(
     as_json: Json = False,
 ) -> None:
     """Compute vectors of whole documents, of their tokens or of their windows."""
-    with user_errors():
+    with user_errors(out):
         from ..embeddings.embed import embed as embed_file
 
         result = embed_file(model, documents, out, settings, device=device)

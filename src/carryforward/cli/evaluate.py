@@ -9,7 +9,7 @@ import typer
 
 from ..settings import BUNDLED, EvaluateSettings
 from .errors import user_errors
-from .options import Config, Device, Json, options
+from .options import Config, Device, Json, check_folder, options
 
 
 @options(EvaluateSettings)
@@ -27,14 +27,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure perplexity and FLOPs on a corpus, at one or several overlaps, with and without the state."""
-    with user_errors():
+    with user_errors(out):
         from ..evaluation import report
         from ..evaluation.evaluate import check
         from ..evaluation.evaluate import evaluate as evaluate_model
 
         names = models or [BUNDLED]
-        if out is not None:  # before hours of work
-            out.mkdir(parents=True, exist_ok=True)
+        check_folder(out)  # before hours of work
         for name in names if len(names) > 1 else ():  # a single model is checked soon enough
             check(name, settings)
         results = []

@@ -9,7 +9,7 @@ import typer
 
 from ..settings import HorizonSettings
 from .errors import user_errors
-from .options import Config, Device, Json, options
+from .options import Config, Device, Json, check_folder, options
 
 
 @options(HorizonSettings)
@@ -24,12 +24,13 @@ def horizon(
     as_json: Json = False,
 ) -> None:
     """Measure how many windows back the state helps, and where in a window and in a document."""
-    with user_errors():
+    with user_errors(out):
         from ..evaluation import horizon as job
         from ..models.loading import need_state
 
+        check_folder(out)
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+            job.read_earlier(out)  # refuses a damaged file
         for name in models:
             need_state(name)
         results = []

@@ -9,7 +9,7 @@ import typer
 
 from ..settings import AS_TRAINED, OVERLAP
 from .errors import user_errors
-from .options import Device, Json, Recurrent
+from .options import Device, Json, Recurrent, check_file
 
 
 def inspect(
@@ -23,9 +23,10 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Write an HTML page that colours each token of a text by how much the state helped to predict it."""
-    with user_errors():
+    with user_errors(out):
         from ..analysis import inspect as job
 
+        check_file(out)
         result = job.inspect(model, text, out, top=top, overlap=overlap, max_tokens=max_tokens, device=device)
         summary = (
             f"{out}: {result['tokens']:,} tokens in {result['windows']:,} windows, perplexity "

@@ -9,6 +9,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
+import os
+import reprlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -17,33 +20,57 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..settings import RUN
+from ..settings_base import MAX_INTEGER
+from ..utils.parsing import read_yaml
 
 
 def read_config(context: typer.Context, parameter: Any, path: Path | None) -> Path | None:
     """Use the settings of a YAML file as defaults; flags on the command line take precedence."""
     if path is None:
         return None
-    import yaml
-
     try:
-        settings = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise typer.BadParameter(f"{path} must hold `name: value` lines.")
-    known = {option.opts[0].lstrip("-").replace("-", "_"): option for option in context.command.params}
+        settings = read_yaml(path) or {}
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path} must hold `name: value` lines.")
+        context.default_map = {**(context.default_map or {}), **_defaults(settings, context.command, path)}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return path
+
+
+def _defaults(settings: dict[Any, Any], command: Any, path: Path) -> dict[str, Any]:
+    """The values of a config file, by the names of the command's parameters. `name:` without a value is the default."""
+    known = {option.opts[0].lstrip("-").replace("-", "_"): option for option in command.params}
     known = {name: option for name, option in known.items() if name not in ("config", "help")}
-    defaults = {}
+    defaults: dict[str, Any] = {}
     for key, value in settings.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise typer.BadParameter(f"{path}: {key!r} is not a setting of this command. It has: {', '.join(known)}.")
-        multiple = getattr(known[name], "multiple", False) or known[name].nargs != 1
-        if isinstance(value, dict) or (isinstance(value, list) and not multiple):
-            raise typer.BadParameter(f"{path}: {name} must be a single value, not {value}.")
-        defaults[known[name].name] = [value] if multiple and not isinstance(value, list) else value
-    context.default_map = {**(context.default_map or {}), **defaults}
-    return path
+            raise ValueError(f"{path}: {key!r} is not a setting of this command. It has: {', '.join(known)}.")
+        option = known[name]
+        if option.name in defaults:
+            raise ValueError(f"{path}: {name} stands twice. Leave one out.")
+        if value is not None:
+            defaults[option.name] = _default(option, value, f"{path}: {name}")
+    return defaults
+
+
+def _default(option: Any, value: Any, where: str) -> Any:
+    """The value of a config file, in the form that the command line has it."""
+    multiple = getattr(option, "multiple", False) or option.nargs != 1
+    if isinstance(value, dict) or (isinstance(value, list) and not multiple):
+        raise ValueError(f"{where} must be a single value, not {reprlib.repr(value)}.")
+    values = value if isinstance(value, list) else [value]
+    for one in values:
+        if not isinstance(one, str | int | float):
+            raise ValueError(f"{where} must be a name or a number, not {reprlib.repr(one)}.")
+        if isinstance(one, bool) and not getattr(option, "is_flag", False):
+            raise ValueError(f"{where} must not be true or false, which is a flag's value.")
+        if isinstance(one, str) and not one.strip():
+            raise ValueError(f"{where} is empty. Give a value, or leave it out.")
+    # As text: a number that is no integer is then refused where an integer is due, and not rounded.
+    texts = [one if isinstance(one, bool) else str(one) for one in values]
+    return texts if multiple else texts[0]
 
 
 # --- options that commands share -----------------------------------------------------------------------------------
@@ -76,12 +103,44 @@ def uses_cpu(device: str | None) -> bool:
     """Whether training must stay on the CPU. `Trainer` chooses the device, so no other can be asked for by name."""
     import torch
 
-    if device not in (None, "cpu", getattr(torch.accelerator.current_accelerator(), "type", None)):
-        raise ValueError(
-            f"--device {device}: training uses the GPU if there is one, or cpu. Leave the option out, and choose GPUs "
-            "with CUDA_VISIBLE_DEVICES."
-        )
-    return device == "cpu"
+    present = torch.accelerator.current_accelerator()
+    if device in (None, "cpu") or (present is not None and device == present.type):
+        return device == "cpu"
+    if present is None and device.partition(":")[0] in ("cuda", "mps", "xpu"):
+        built = "" if torch.version.cuda else " (this PyTorch is built without CUDA)" * device.startswith("cuda")
+        raise ValueError(f"--device {device}: PyTorch finds no such device here{built}. Leave it out to use the CPU.")
+    raise ValueError(
+        f"--device {device}: training uses the GPU if there is one, or cpu. Leave the option out, and choose GPUs "
+        "with CUDA_VISIBLE_DEVICES."
+    )
+
+
+_MAX_NAME = 255  # bytes of a file's name, on all common file systems
+
+
+def check_folder(folder: Path | None, flag: str = "--out") -> None:
+    """Refuse, before any work, a folder that cannot be made or written to. Makes nothing."""
+    if folder is None:
+        return
+    if any(len(os.fsencode(part)) > _MAX_NAME for part in folder.parts):
+        raise ValueError(f"{flag} {str(folder)[:60]}…: the name is too long. Use at most {_MAX_NAME} bytes.")
+    place = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(one))
+    if not place.is_dir():
+        raise ValueError(f"{flag} {folder}: {place} is a file, where a folder is needed. Give another folder.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {folder}: no permission to write to {place}. Give another folder.")
+
+
+def check_file(file: Path | None, flag: str = "--out") -> None:
+    """Refuse, before any work, a file that cannot be written. Makes nothing."""
+    if file is None:
+        return
+    if os.path.isdir(file):  # False for a name that is too long
+        raise ValueError(f"{flag} {file} is a folder: give the name of a file.")
+    if os.path.lexists(file):
+        check_folder(file.absolute().parent, flag)
+    else:
+        check_folder(file, flag)
 
 
 # --- an option for each field of a dataclass -----------------------------------------------------------------------
@@ -169,7 +228,37 @@ class _CompactHelp:
 
 
 class Command(_CompactHelp, TyperCommand):
-    pass
+    """A command that refuses values without sense, whatever the option: empty names, NaN, numbers without bounds."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        for option in self.params:
+            for value in _values(given.get(option.name or "")):
+                if isinstance(value, str) and option.name not in MAY_BE_EMPTY:
+                    _check_text(option, value)
+        rest = super().parse_args(ctx, args)
+        for option in self.params:
+            for value in _values(ctx.params.get(option.name or "")):
+                if isinstance(value, int) and abs(value) >= MAX_INTEGER:
+                    raise typer.BadParameter(f"{option.opts[0]} {value}: it must be below 2**64.")
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise typer.BadParameter(f"{option.opts[0]} {value}: it must be a finite number.")
+        return rest
+
+
+MAY_BE_EMPTY = ("prompt",)  # options whose value may be an empty text
+
+
+def _values(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _check_text(option: Any, value: str) -> None:
+    name = option.opts[0]
+    if not value.strip():
+        raise typer.BadParameter(f"{name} is empty: give a value, or leave it out.")
+    if "\0" in value:
+        raise typer.BadParameter(f"{name} {value!r} holds a null character. Leave it out.")
 
 
 class Group(_CompactHelp, TyperGroup):

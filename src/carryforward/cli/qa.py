@@ -29,6 +29,8 @@ from .options import (
     RunOut,
     TrainingDevice,
     TrainingJson,
+    check_file,
+    check_folder,
     options,
     uses_cpu,
 )
@@ -55,7 +57,7 @@ def train(
     as_json: TrainingJson = False,
 ) -> None:
     """Fine-tune an encoder to answer questions, with recurrence, or without it as a baseline."""
-    with user_errors():
+    with user_errors(out):
         from ..qa import train as job
 
         record = job.train(settings, out, report_to=report_to, use_cpu=uses_cpu(device))
@@ -136,11 +138,10 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure exact match and F1 on a file of questions, with and without the state."""
-    with user_errors():
+    with user_errors(out):
         from ..qa import evaluate as job
 
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+        check_folder(out)
         results = job.evaluate(models, settings, out=out, device=device)
         typer.echo(json.dumps(results) if as_json else job.markdown(results))
 
@@ -166,10 +167,10 @@ def join(
     validation_questions: Annotated[
         int | None, typer.Option(min=1, metavar="<int>", help="Number of validation questions.", show_default="1000")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="<int>", help="Random seed.")] = 0,
 ) -> None:
     """Make long documents out of SQuAD's passages: a question's passage is joined with others without its answer."""
-    with user_errors():
+    with user_errors(out):
         from ..qa.dataset import write_questions
         from ..qa.join_passages import join_files
 
@@ -181,6 +182,8 @@ def join(
         paths = [path.resolve() for path in (*files, out, *(path for path, _ in held_out))]
         if len(set(paths)) < len(paths):
             raise ValueError("files, --out, --test and --validation must be different files.")
+        for name, path in (("--out", out), ("--test", test), ("--validation", validation)):
+            check_file(path, name)
         parts = join_files(files, words, set_aside=[count for _, count in held_out], seed=seed)
         for path, questions in zip((out, *(path for path, _ in held_out)), parts, strict=True):
             path.parent.mkdir(parents=True, exist_ok=True)

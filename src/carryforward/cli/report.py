@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .errors import user_errors
+from .options import check_folder
 
 
 def report(
@@ -14,9 +15,10 @@ def report(
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for table, CSV and figure.")] = None,
 ) -> None:
     """Combine results of `evaluate` into one table, CSV file and figure."""
-    with user_errors():
+    with user_errors(out):
         from ..evaluation import report
 
+        check_folder(out)
         loaded = report.load(results)
         if out is not None:
             report.write(loaded, out)

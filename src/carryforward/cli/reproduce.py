@@ -8,7 +8,7 @@ import typer
 
 from ..settings import BUNDLED, RUN
 from .errors import user_errors
-from .options import TrainingDevice, uses_cpu
+from .options import TrainingDevice, check_folder, uses_cpu
 
 
 def reproduce(
@@ -38,10 +38,11 @@ def reproduce(
     device: TrainingDevice = None,
 ) -> None:
     """Run what is missing of an experiment of the paper, and rewrite the pages of tables, figures and claims."""
-    with user_errors():
+    with user_errors(work):
         from ..reproduction import pages as published
         from ..reproduction import parallel, recipes, run
 
+        check_folder(work, "--work")
         use_cpu = uses_cpu(device)
         recipe = recipes.read(recipes.path_of(experiments, what, setting), model=model, data=data)
         cells, folder = tuple(cell or ()), work / what / setting

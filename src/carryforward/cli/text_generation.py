@@ -25,6 +25,7 @@ from ..settings import GenerateSettings
 from ..state import State, read_state_file
 from ..utils import console
 from ..utils.signals import Interruptible
+from .options import check_file
 
 _RECENT_TOKENS = "recent_tokens"  # metadata of a state file: the last tokens of the text
 _CONTEXT = 16  # preceding tokens that may decide how a token is spelt: with a space in front or without
@@ -133,8 +134,7 @@ def _check_state_out(path: Path | None) -> None:
     """Refuse a path that cannot be written, before the work rather than after it."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"--state-out {path}: there is no such folder.")
-    if path is not None and path.is_dir():
-        raise ValueError(f"--state-out {path} is a folder: give the name of a file.")
+    check_file(path, "--state-out")
 
 
 def _load_state(path: Path, device: str) -> tuple[State, list[int]]:

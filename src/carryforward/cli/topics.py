@@ -7,7 +7,7 @@ import typer
 
 from ..settings import ContinuationSettings
 from .errors import user_errors
-from .options import Config, Device, Json, OutFolder, Recurrent, options
+from .options import Config, Device, Json, OutFolder, Recurrent, check_folder, options
 
 
 @options(ContinuationSettings)
@@ -20,11 +20,12 @@ def topics(
     as_json: Json = False,
 ) -> None:
     """Measure how well generated text keeps to the topics of its context, with and without the state."""
-    with user_errors():
+    with user_errors(out):
         from ..analysis import topics as job
         from ..utils import console
         from ..utils.plotting import skip_without_matplotlib
 
+        check_folder(out)
         result = job.topics(model, settings, out, device=device)
         typer.echo(json.dumps(result) if as_json else job.markdown(result))
         with skip_without_matplotlib(out / "topics.png"):

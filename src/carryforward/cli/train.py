@@ -21,7 +21,7 @@ def train(
     as_json: TrainingJson = False,
 ) -> None:
     """Fine-tune a causal language model with recurrence, or without it as a baseline."""
-    with user_errors():
+    with user_errors(out):
         from ..training import train
 
         record = train.train(settings, out, report_to=report_to, use_cpu=uses_cpu(device))

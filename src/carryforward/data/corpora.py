@@ -75,6 +75,8 @@ def default_split(source: str, preferred: str) -> str:
 
 
 def _find_splits(source: str, field: str, checksums: Path | None) -> Splits:
+    if not source.strip():
+        raise ValueError("the name of the corpus is empty: give a folder, a file or a name.")
     name, _, folder = source.partition("=")
     if checksums is not None and name != "pg19":
         raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
 
+from ..utils.install import install_hint
 from .texts import Text, get_text
 
 
@@ -53,7 +54,7 @@ def _call_datasets(path: str, config: str | None, function: Callable[[Any], Any]
     except ImportError as error:
         raise ValueError(
             f"{path} is not a local file or folder, and reading it from the Hugging Face Hub needs the library "
-            "`datasets`: pip install carryforward[hub]"
+            f"`datasets`: {install_hint('hub')}"
         ) from error
     try:
         return function(datasets)

@@ -5,7 +5,6 @@ A text is exactly its file's bytes, decoded: line ends are not translated and on
 counts of bytes, words and line ends are exact.
 """
 
-import json
 import os
 import re
 import sys
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, pairwise
 from pathlib import Path
+
+from ..utils.parsing import parse_json
 
 _TITLE = re.compile(r"= (?!=)(.+)(?<!=) =")  # one "=" on each side; the title may contain others
 SPLITS = ("train", "validation", "test")
@@ -129,9 +130,9 @@ def read_json_lines(path: Path, field: str, belongs: Callable[[int], bool] = lam
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = parse_json(line, where)
         except ValueError as error:
-            raise ValueError(f"{where} is not valid JSON ({error}). Put one object on each line.") from error
+            raise ValueError(f"{error} Put one object on each line.") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where} is not a JSON object but {type(row).__name__}. Put one object on each line.")
         yield Text(f"line-{number}", get_text(row, field, where))

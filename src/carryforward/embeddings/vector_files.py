@@ -88,10 +88,10 @@ class Parts:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the folder; None if it is missing or damaged."""
+        if not (self.folder / name).exists():
+            return None
         try:
             return read_sealed_json(self.folder / name)
-        except FileNotFoundError:
-            return None
         except ValueError as error:
             logger.warning("%s It is made again.", error)
             return None

@@ -23,7 +23,8 @@ from ..data.documents import load_documents
 from ..models.loading import load_causal, need_state, usable_device
 from ..settings import HorizonSettings
 from ..utils.files import write_json
-from ..utils.markdown import markdown_table
+from ..utils.markdown import escape_markdown, markdown_table
+from ..utils.parsing import read_json
 from ..utils.plotting import COLOURS, new_figure, save_figure, skip_without_matplotlib, style_axes
 from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
@@ -106,21 +107,46 @@ def _bin_means(x: np.ndarray, gains: np.ndarray, edges: Iterable[int]) -> list[d
 
 def markdown(result: dict[str, Any]) -> str:
     """A table of gains by depth."""
-    data = f"{result['data']['name']}, {result['data']['split']}, {result['tokens']:,} tokens"
+    name, split = (escape_markdown(result["data"][key]) for key in ("name", "split"))
+    data = f"{name}, {split}, {result['tokens']:,} tokens"
     rows = [[f"{depth['windows']}", f"{depth['nats']:.4f}", f"{depth['gain']:.4f}"] for depth in result["depths"]]
     table = markdown_table(["windows back", "nats per token", "gain"], rows, text_columns=0)
-    return f"{result['model']} on {data}, windows of {result['window']}:\n\n{table}"
+    return f"{escape_markdown(result['model'])} on {data}, windows of {result['window']}:\n\n{table}"
 
 
 def write(results: list[dict[str, Any]], folder: Path) -> None:
     """Write horizon.json and, if matplotlib is installed, horizon.png. Results of other models in the file are kept."""
     path = folder / "horizon.json"
-    earlier = json.loads(path.read_text()) if path.exists() else []
+    earlier = read_earlier(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     replaced = {_model_and_data(result) for result in results}
     results = [*(result for result in earlier if _model_and_data(result) not in replaced), *results]
     write_json(path, results)
     with skip_without_matplotlib(folder / "horizon.png"):
         draw(results, folder / "horizon.png")
+
+
+_PANELS = {"depths": "windows", "positions": "from", "windows": "from"}  # what each panel shows, and its x axis
+
+
+def read_earlier(folder: Path) -> list[dict[str, Any]]:
+    """The results in horizon.json; none if there is no such file."""
+    path, remedy = folder / "horizon.json", "Move it away, or use another --out."
+    if not path.exists():
+        return []
+    results = read_json(path, remedy)
+    if not isinstance(results, list) or not all(isinstance(one, dict) and _can_be_drawn(one) for one in results):
+        raise ValueError(f"{path} is damaged: it is not a list of results of `carryforward horizon`. {remedy}")
+    return results
+
+
+def _can_be_drawn(result: dict[str, Any]) -> bool:
+    try:
+        points = [(point[x], point["gain"]) for panel, x in _PANELS.items() for point in result[panel]]
+    except (KeyError, TypeError):
+        return False
+    numbers = [number for point in points for number in point]
+    return isinstance(result.get("model"), str) and all(type(number) in (int, float) for number in numbers)
 
 
 def _model_and_data(result: dict[str, Any]) -> tuple[str, str]:
@@ -132,8 +158,7 @@ def draw(results: list[dict[str, Any]], path: Path, colours: Sequence[str] = COL
     figure, (by_depth, by_position, by_number) = new_figure(3)
     for result, colour in zip(results, cycle(colours), strict=False):
         style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.8, "label": result["model"]}
-        panels = (by_depth, "depths", "windows"), (by_position, "positions", "from"), (by_number, "windows", "from")
-        for axes, points, x in panels:
+        for axes, (points, x) in zip((by_depth, by_position, by_number), _PANELS.items(), strict=True):
             axes.plot([point[x] for point in result[points]], [point["gain"] for point in result[points]], **style)
     titles = {
         by_depth: "windows that the state comes from",

@@ -28,8 +28,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..settings_base import MAX_INTEGER
 from ..utils.files import result_stem, write_json, write_text
-from ..utils.markdown import markdown_table
+from ..utils.markdown import escape_markdown, markdown_table
+from ..utils.parsing import read_json
 from ..utils.plotting import Line, Point, perplexity_figure, save_figure, skip_without_matplotlib
 
 logger = logging.getLogger(__name__)
@@ -39,12 +41,16 @@ Row = dict[str, Any]
 # A model's rows by overlap: (with state, without state); one of them may be missing.
 Series = dict[int, tuple[Row | None, Row | None]]
 
-_REQUIRED = {
-    "model": ("name", "recurrent", "window"),
-    "data": ("name", "split", "documents", "words", "max_tokens"),
-    "row": ("overlap", "use_state", "untrained_overlap", "nats", "words", "line_ends", "word_perplexity",
-            "token_perplexity", "bits_per_byte", "flops"),
-    "flops": ("base", "recurrence", "vocabulary"),
+_Types = tuple[type, ...]
+_NONE = type(None)
+_COUNT, _NUMBER, _NUMBER_OR_NONE = (int,), (int, float), (int, float, _NONE)
+_REQUIRED: dict[str, dict[str, _Types]] = {  # keys that are needed, and the types of their values
+    "model": {"name": (str,), "recurrent": (bool,), "window": _COUNT},
+    "data": {"name": (str,), "split": (str,), "documents": _COUNT, "words": _COUNT, "max_tokens": (int, _NONE)},
+    "row": {"overlap": _COUNT, "use_state": (bool,), "untrained_overlap": (bool,), "nats": _NUMBER, "words": _COUNT,
+            "line_ends": _COUNT, "word_perplexity": _NUMBER_OR_NONE, "token_perplexity": _NUMBER_OR_NONE,
+            "bits_per_byte": _NUMBER_OR_NONE, "flops": (dict,)},
+    "flops": dict.fromkeys(("base", "recurrence", "vocabulary"), _NUMBER_OR_NONE),
 }  # fmt: skip
 
 
@@ -88,10 +94,7 @@ class _NotAResultError(ValueError):
 
 
 def _read(file: Path) -> Result:
-    try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON, or cut short: {error}. Run its evaluation again.") from error
+    result = read_json(file, "Run its evaluation again.")
     if not isinstance(result, dict) or result.get("kind") != "evaluation":
         raise _NotAResultError(f'{file} is not a result of `carryforward evaluate` (it lacks "kind": "evaluation").')
     rows = result.get("rows")
@@ -102,7 +105,19 @@ def _read(file: Path) -> Result:
         missing = [key for key in _REQUIRED[name] if not isinstance(part, dict) or key not in part]
         if missing:
             raise ValueError(f"{file}: {name} lacks {', '.join(missing)}. Run its evaluation again.")
+        wrong = [key for key, types in _REQUIRED[name].items() if not _has_type(part[key], types)]  # type: ignore[index]
+        if wrong:
+            raise ValueError(f"{file} is damaged: {name} has a wrong {', '.join(wrong)}. Run its evaluation again.")
+    if not isinstance(result.get("settings") or {}, dict):
+        raise ValueError(f"{file} is damaged: settings are not an object. Run its evaluation again.")
     return result
+
+
+def _has_type(value: Any, types: _Types) -> bool:
+    """Whether a value of a file has one of the types. True and False are no numbers, and counts have a usual size."""
+    if isinstance(value, bool):
+        return bool in types
+    return isinstance(value, types) and not (isinstance(value, int) and abs(value) > MAX_INTEGER)
 
 
 def markdown(results: list[Result]) -> str:
@@ -123,8 +138,8 @@ def markdown(results: list[Result]) -> str:
                 if count_line_ends:
                     columns.append(_number(_with_line_ends(row), "with_line_ends"))
                 columns += [_number(row, "token_perplexity"), _number(row, "bits_per_byte", digits=4)]
-                lines.append([name, label, flops_text(_cost(row or control)), *columns])
-        text = [f"### {title}", "", markdown_table(head, lines), ""]
+                lines.append([escape_markdown(name), label, flops_text(_cost(row or control)), *columns])
+        text = [f"### {escape_markdown(title)}", "", markdown_table(head, lines), ""]
         text.append("FLOPs/token: layers and recurrence, without the vocabulary projection.")
         if any_untrained:
             text += ["", "\\* not the overlap the model was trained at."]

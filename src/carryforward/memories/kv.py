@@ -64,8 +64,9 @@ class KVMemoryConfig(MemoryConfig):
             recent = max(half - sinks, 1)
         if recent + sinks > stride:  # a document's first positions would be carried twice
             raise ValueError(
-                f"KVMemoryConfig: recent={recent} with sinks={sinks} must be at most {stride} positions in all: "
-                "windows advance by that many tokens (window - overlap). Use fewer, or a larger window."
+                f"KVMemoryConfig: recent={recent} and sinks={sinks} are {recent + sinks} positions to carry, and a "
+                f"window adds only {stride} new ones (window={size.window}, overlap={size.overlap}). Use "
+                f"recent={max(stride - sinks, 1)} or less, or a larger window."
             )
         return replace(self, recent=recent, sinks=sinks)
 

@@ -70,7 +70,7 @@ class VectorMemoryConfig(MemoryConfig):
         self._require("hidden_sizes", all(is_int(n) and n >= 1 for n in self.hidden_sizes), "positive integers")
         layers: tuple[Any, ...] = self.insert_at if isinstance(self.insert_at, tuple) else (self.insert_at,)
         valid = self.insert_at == "all" or (
-            bool(layers) and len(set(layers)) == len(layers) and all(is_int(n) and n >= 1 for n in layers)
+            bool(layers) and all(is_int(n) and n >= 1 for n in layers) and len(set(layers)) == len(layers)
         )
         self._require("insert_at", valid, 'a layer number from 1, a list of different ones, or "all"')
         if self.pooled_layers == "below":
@@ -79,7 +79,7 @@ class VectorMemoryConfig(MemoryConfig):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         std: Any = self.init_std
         number = isinstance(std, int | float) and not isinstance(std, bool)
-        self._require("init_std", number and 0 <= std < math.inf, "0 or more")
+        self._require("init_std", number and 0 <= std < math.inf, "a finite number, 0 or more")
 
     def min_capacity(self, overlap: int, trained_overlap: int) -> int:
         return self.slots + max(overlap - trained_overlap, 0)  # see `RecurrenceConfig.pooled`

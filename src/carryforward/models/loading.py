@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by name: the bundled one, a Hub name, a folder, a GGUF file, or a run of `carryforward train`."""
 
-import json
+import difflib
+import functools
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -25,8 +29,13 @@ from ..backbones.architectures import architecture_of, is_supported
 from ..config import RecurrentModelConfig
 from ..data import tokenization
 from ..engine.graph_cache import first_line
+from ..memories.base import is_int
 from ..settings import BUNDLED
 from ..utils import checkpoints
+from ..utils.checkpoints import RUN_FILE, run_of
+from ..utils.digests import damaged_file
+from ..utils.files import finish_replacement
+from ..utils.parsing import read_json_object
 from . import auto
 from .add_recurrence import add_recurrence, savable
 from .base import RecurrentPreTrainedModel
@@ -35,7 +44,8 @@ from .question_answering import RecurrentForQuestionAnswering
 logger = logging.get_logger(__name__)
 
 _BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled"
-RUN_FILE = "run.json"  # what `carryforward train` writes in its folder
+_HUB_TIMEOUT = 5  # seconds
+_JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 @dataclass
@@ -69,11 +79,12 @@ def load_bundled() -> tuple[PreTrainedModel, Any]:
 def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """Load a causal language model, plain or recurrent, and its tokenizer."""
     is_gguf = Path(name).suffix == ".gguf"  # whose config takes seconds to read; none is an encoder's, or recurrent
-    config, run = (None, _run_of(name)) if is_gguf else describe_causal(name)
+    config, run = (None, run_of(name)) if is_gguf else describe_causal(name)
     model = load_model(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
     if is_gguf:
         _make_plain(model)
     if getattr(model, "generation_config", None) is not None:
+        _check_generation(name, model.generation_config)
         savable(model.generation_config)
     if isinstance(model, RecurrentPreTrainedModel) and not isinstance(config, RecurrentModelConfig):
         model = model.base
@@ -81,10 +92,26 @@ def load_causal(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     return Loaded(name, _keep(model, tokenizer), tokenizer, run, stored=getattr(config, "dtype", None))
 
 
+def _check_generation(name: str, config: Any) -> None:
+    """Refuse values of a generation config that `generate` would stumble over."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "do_sample": (bool,), "temperature": (int, float), "top_p": (int, float), "min_p": (int, float),
+        "typical_p": (int, float), "repetition_penalty": (int, float), "top_k": (int,), "num_beams": (int,),
+        "bos_token_id": (int,), "eos_token_id": (int,), "pad_token_id": (int,),
+    }  # fmt: skip
+    for key, types in kinds.items():
+        value = getattr(config, key, None)
+        for one in value if isinstance(value, list) and key == "eos_token_id" else [value]:
+            if one is not None and (type(one) not in types or not abs(one) < 2**63):
+                raise ValueError(
+                    f"model {name!r}: its generation_config.json is damaged: {key}={reprlib.repr(value)}. Correct it."
+                )
+
+
 def describe_causal(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
     """What `load_causal` would load, without its weights: the config, and the record of its run. Refuses encoders,
     before transformers gives them a head that was never trained."""
-    config, run = load_config(name), _run_of(name)
+    config, run = load_config(name), run_of(name)
     base: Any = config.base_config if isinstance(config, RecurrentModelConfig) else config
     if is_supported(base) and not architecture_of(base).causal:
         raise ValueError(
@@ -102,9 +129,9 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
     tokenizer = load_tokenizer(name, config)
     if isinstance(config, RecurrentModelConfig):
         check_window(name, config, window)
-        cls = auto.classes()[config.architectures[0]]  # type: ignore[index]
+        cls = auto.classes()[_architecture(name, config)]
         model = load_model(cls.from_pretrained, name, dtype=torch.float32)
-        loaded = Loaded(name, _keep(model, tokenizer), tokenizer, _run_of(name))
+        loaded = Loaded(name, _keep(model, tokenizer), tokenizer, run_of(name))
     else:
         positions = architecture_of(config).max_positions(config)
         plain = load_model(AutoModel.from_pretrained, name, dtype=torch.float32)
@@ -113,6 +140,17 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
         loaded = Loaded(name, model, tokenizer, untrained=True)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
+
+
+def _architecture(name: str, config: RecurrentModelConfig) -> str:
+    """The name of the class that a recurrent model was saved from."""
+    known, names = [*auto.classes()], config.architectures
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
+        raise ValueError(
+            f"model {name!r}: its config.json has architectures={names!r}, not one of {', '.join(known)}. Save the "
+            "model again."
+        )
+    return names[0]
 
 
 def check_window(name: str, config: RecurrentModelConfig, window: int | None) -> None:
@@ -139,7 +177,7 @@ def load_question_answering(name: str, *, window: int | None = None, device: str
         fields: dict[str, Any] = {} if window is None else {"window": window}
         model = add_recurrence(model, tokenizer=tokenizer, preset="paper", **fields)
         model.config.use_state = False
-    loaded = Loaded(name, _keep(model, tokenizer), tokenizer, _run_of(name), untrained=not model.config.use_state)
+    loaded = Loaded(name, _keep(model, tokenizer), tokenizer, run_of(name), untrained=not model.config.use_state)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
 
@@ -213,7 +251,12 @@ def _keep(model: Any, tokenizer: Any) -> Any:
 
 def load_config(name: str) -> PreTrainedConfig:
     """Load a model's config alone."""
-    return load_model(AutoConfig.from_pretrained, name)
+    config = load_model(AutoConfig.from_pretrained, name)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value: Any = getattr(config.get_text_config(), token, None)
+        if any(is_int(one) and abs(one) >= 2**63 for one in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"model {name!r}: its config.json is damaged: {token}={value} is no token.")
+    return config
 
 
 def version_of(name: str) -> list[Any]:
@@ -230,6 +273,8 @@ def version_of(name: str) -> list[Any]:
 def load_model(load: Callable, name: str, **options: Any) -> Any:
     """What a class's `from_pretrained` makes of a name; what goes wrong is said in a sentence."""
     where, more = _find(name)
+    if getattr(load, "__self__", None) not in _PARTS:  # weights are read
+        _check_digests(name)
     try:
         return load(where, **options, **more)
     except SafetensorError as error:
@@ -237,8 +282,49 @@ def load_model(load: Callable, name: str, **options: Any) -> Any:
             f"model {name!r}: a weights file is cut short or damaged ({error}). Copy or save it again."
         ) from error
     except OSError as error:
-        unknown = "" if Path(name).exists() else " is no folder here and cannot be had from the Hub"
-        raise OSError(f"model {name!r}{unknown}: {error}") from error
+        text = " ".join(str(error).split())
+        if Path(name).exists() or name == BUNDLED:
+            raise OSError(f"model {name!r}: {text}") from error
+        near = _near(Path(name))
+        raise OSError(f"model {name!r} is no folder here and cannot be had from the Hub:{near} {text}") from error
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises errors of every type for damaged files
+        raise ValueError(_load_error(load, name, error)) from error
+
+
+_PARTS: dict[Any, str] = {AutoConfig: "its config.json", AutoTokenizer: "its tokenizer"}
+
+
+def _load_error(load: Callable, name: str, error: Exception) -> str:
+    """A sentence for an error of transformers, which may name neither the model nor the file."""
+    text, loader = " ".join(str(error).split()), getattr(load, "__self__", None)
+    part = _PARTS.get(loader, "its config.json or weights")
+    if "Unrecognized configuration class" in text:  # a list of some 200 classes follows
+        cls, model_type = getattr(loader, "__name__", "transformers"), load_config(name).model_type
+        return f"model {name!r} is of type {model_type!r}, which {cls} cannot load. Use another model."
+    if isinstance(error, ValueError) and part not in _PARTS.values():
+        return text if name in text else f"model {name!r}: {text}"
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"model {name!r}: {part} cannot be read and may be damaged ({kind}{text[:300]}). Copy or save it again."
+
+
+def _check_digests(name: str) -> None:
+    """Refuse a checkpoint or the model of a finished run if a file of it has changed since it was written."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return
+    if checkpoints.is_sealed(folder):
+        damage = checkpoints.find_damage(folder)
+        if damage is not None:
+            raise ValueError(f"model {name!r}: this checkpoint is {damage}. Use another checkpoint of the run.")
+    elif (run := run_of(name)) is not None and run.get("status") == "finished":
+        file = damaged_file(folder, run.get("files") or {})
+        if file is not None:
+            raise ValueError(
+                f"model {name!r}: {file} is damaged or was changed after training. Copy the model again, or take "
+                f"{RUN_FILE} away to use it as it is."
+            )
 
 
 def _find(name: str) -> tuple[str, dict[str, Any]]:
@@ -253,11 +339,50 @@ def _find(name: str) -> tuple[str, dict[str, Any]]:
     if path.is_file():
         raise ValueError(f"model {name!r} is a file: give its folder, or a .gguf file.")
     if path.is_dir() and not (path / "config.json").exists():
+        finish_replacement(path)  # saving may have been interrupted
+    if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(_no_model(path))
     on_hub = not path.is_absolute() and name.count("/") < 2 and (path.parent == Path() or not path.parent.is_dir())
-    if not path.exists() and not on_hub:
-        raise ValueError(f"model {name!r}: there is no such folder.")
-    return name, {}
+    if path.exists():
+        for file in _JSON_FILES:
+            if (path / file).is_file():
+                read_json_object(path / file, "Copy or save it again.")
+        return name, {}
+    if not on_hub:
+        raise ValueError(f"model {name!r}: there is no such folder.{_near(path)}")
+    return name, _hub_options(name)
+
+
+def _near(path: Path) -> str:
+    """A folder beside a path that does not exist, whose name is nearly the same."""
+    try:
+        folders = [one.name for one in path.absolute().parent.iterdir() if one.is_dir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, folders, n=1)
+    return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+
+
+@functools.cache
+def _hub_options(name: str) -> dict[str, Any]:
+    """What `from_pretrained` must be told of a name on the Hub.
+
+    One request without retries finds out whether the Hub can be reached: transformers would retry for half a minute.
+    """
+    if huggingface_hub.constants.is_offline_mode():
+        return {}
+    try:
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT)
+    except HfHubHTTPError:  # it has answered: transformers says what is wrong
+        return {}
+    except Exception as error:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return {"local_files_only": True}
+        raise ValueError(
+            f"model {name!r} is no folder here and is not in the Hub's cache, and the Hub cannot be reached "
+            f"({type(error).__name__}).{_near(Path(name))}"
+        ) from error
+    return {}
 
 
 def _make_plain(model: PreTrainedModel) -> None:
@@ -266,22 +391,6 @@ def _make_plain(model: PreTrainedModel) -> None:
         for attribute in ("quantization_config", "hf_quantizer", "quantization_method", "is_quantized"):
             if hasattr(owner, attribute):
                 delattr(owner, attribute)
-
-
-def _run_of(name: str) -> dict[str, Any] | None:
-    path = Path(name)
-    is_checkpoint = path.is_dir() and path in checkpoints.list_checkpoints(path.parent)
-    for folder in (path, path.parent) if is_checkpoint else (path,):
-        if name != BUNDLED and (folder / RUN_FILE).is_file():
-            try:
-                record = json.loads((folder / RUN_FILE).read_text())
-            except ValueError as error:
-                raise ValueError(
-                    f"{folder / RUN_FILE} is damaged ({error}). Take it away to use the model without its record."
-                ) from error
-            if isinstance(record, dict) and record.get("kind") == "run":
-                return record
-    return None
 
 
 def _no_model(path: Path) -> str:

@@ -123,15 +123,17 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         whole_file_error = error
+    except (RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+        raise ValueError(f"{path} is not valid JSON: it is nested too deeply, or has a number too large.") from error
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):  # `splitlines` would also split inside JSON strings
         try:
             rows += [json.loads(line)] if line.strip() else []
-        except json.JSONDecodeError as error:
-            if rows:
-                raise ValueError(f"{path} is not JSON: line {number}, {error.msg}.") from error
+        except (RecursionError, ValueError) as error:
+            reason = getattr(error, "msg", "nested too deeply, or a number too large")
             first = whole_file_error
-            raise ValueError(f"{path} is not JSON: line {first.lineno}, {first.msg}.") from error
+            place = f"line {number}, {reason}" if rows else f"line {first.lineno}, {first.msg}"
+            raise ValueError(f"{path} is not JSON: {place}.") from error
     return rows
 
 
@@ -170,8 +172,11 @@ def _row_parser(row: Any, path: Path) -> Callable[[Any], Question]:
 def _parse_row(parse: Callable[[Any], Question], row: Any, number: int, path: Path) -> Question:
     """Parse a row; errors name the question or the row."""
     try:
-        return parse(row)
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        question = parse(row)
+        for text in (question.id, question.question, question.document, *(answer.text for answer in question.answers)):
+            text.encode()  # half a surrogate pair cannot be tokenised
+        return question
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError, ValueError) as error:
         name = (row.get("_id") or row.get("id")) if isinstance(row, dict) else None
         where = f"question {name}" if name else f"row {number}"
         if isinstance(error, _OutsideError):
@@ -221,13 +226,13 @@ def _squad_row(row: Any) -> Question:
 
 def _hotpot(row: Any) -> Question:
     facts = {(title, int(sentence)) for title, sentence in row.get("supporting_facts") or []}
-    return _hotpot_question(row["_id"], row, [(title, sentences) for title, sentences in row["context"]], facts)
+    return _hotpot_question(str(row["_id"]), row, [(title, sentences) for title, sentences in row["context"]], facts)
 
 
 def _hotpot_row(row: Any) -> Question:
     context, facts = row["context"], row.get("supporting_facts") or {"title": [], "sent_id": []}
     paragraphs = list(zip(context["title"], context["sentences"], strict=True))
-    return _hotpot_question(row["id"], row, paragraphs, set(zip(facts["title"], facts["sent_id"], strict=True)))
+    return _hotpot_question(str(row["id"]), row, paragraphs, set(zip(facts["title"], facts["sent_id"], strict=True)))
 
 
 def _hotpot_question(name: str, row: Any, paragraphs: list[tuple[str, Any]], facts: set[tuple[str, int]]) -> Question:

@@ -20,7 +20,7 @@ from ..models.loading import Loaded, describe_question_answering, load_question_
 from ..settings import AnswerSettings
 from ..utils import console
 from ..utils.files import result_stem, write_json
-from ..utils.markdown import markdown_table
+from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
 from .dataset import Question, read_questions
@@ -72,6 +72,7 @@ def _evaluate_model(
     for use_state, answers, seconds in _predict(loaded, questions, options, settings):
         rows.append({"use_state": use_state, **_scores(questions, answers), "seconds": seconds})
         if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
             ending = "" if use_state or loaded.untrained else "-without-state"
             write_json(out / f"{stem}{ending}-predictions.json", _official_format(questions, answers))
     model: Any = loaded.model
@@ -123,10 +124,11 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         rows = {row["use_state"]: row for row in result["rows"]}
         shown = [rows.get(True), rows.get(False)] if result["model"]["recurrent"] else [rows[False], None]
         cells = [f"{row[name]:.2f}" if row else "–" for row in shown for name in ("exact", "f1")]
-        lines.append([result["model"]["name"], f"{result['model']['window']}", *cells])
+        lines.append([escape_markdown(result["model"]["name"]), f"{result['model']['window']}", *cells])
     table = markdown_table(["model", "window", "exact match", "F1", "state removed: exact match", "F1"], lines)
     data = results[0]["data"]
-    return f"{table}\n\n{data['name']}: {data['questions']:,} questions, {data['words']:,} words per document."
+    name = escape_markdown(data["name"])
+    return f"{table}\n\n{name}: {data['questions']:,} questions, {data['words']:,} words per document."
 
 
 def _scores(questions: Sequence[Question], answers: Sequence[PredictedAnswer]) -> dict[str, Any]:

@@ -20,15 +20,16 @@ which another experiment trains. Both name an experiment and a cell of the same 
 """
 
 import dataclasses
-import json
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..models.loading import RUN_FILE
 from ..settings import TrainSettings
+from ..utils.checkpoints import RUN_FILE, read_run
+from ..utils.parsing import read_yaml
 
 KINDS = ("overlaps", "windows", "variants")
 RATES = ("learning_rate", "recurrence_learning_rate")
@@ -66,9 +67,13 @@ class Cell:
             return self.settings
         if not self.rates_of.exists():
             raise ValueError(f"{self.label} uses the learning rates of {self.rates_of}: run that experiment first.")
-        record = json.loads(self.rates_of.read_text())
+        record = read_run(self.rates_of)
         rates = record.get("chosen") or record["settings"]  # a single rate needed no search
-        return dataclasses.replace(self.settings, **{name: _cast(tuple[float, ...], rates[name]) for name in RATES})
+        try:
+            values = {name: _cast(tuple[float, ...], rates[name]) for name in RATES}
+            return dataclasses.replace(self.settings, **values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.rates_of} is damaged: its learning rates cannot be read ({error}).") from error
 
 
 @dataclass(frozen=True)
@@ -115,17 +120,11 @@ def read(path: Path, *, model: str | None = None, data: str | None = None) -> Re
 
 
 def _content(path: Path) -> dict[str, Any]:
-    import yaml
-
     if not path.is_file():
         present = ", ".join(sorted(recipe.stem for recipe in path.parent.glob("*.yaml")))
         hint = f"Settings there: {present}." if present else "Give the folder of the recipes with --experiments."
         raise ValueError(f"{path}: no such recipe. {hint}")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    content = _keys(path, content, ("about", "table", "train", "score", "cells"), ("seeds",))
+    content = _keys(path, read_yaml(path), ("about", "table", "train", "score", "cells"), ("seeds",))
     if content["table"] not in KINDS:
         raise ValueError(f"{path}: table {content['table']!r} is not one of {', '.join(KINDS)}.")
     return content
@@ -165,7 +164,7 @@ def _borrowed(
 def _keys(where: Any, content: Any, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
     """Check that the content is a mapping with these keys, and return it."""
     if not isinstance(content, dict):
-        raise ValueError(f"{where}: `name: value` lines are expected, not {content!r}.")
+        raise ValueError(f"{where}: `name: value` lines are expected, not {reprlib.repr(content)}.")
     lacking, unknown = [key for key in required if key not in content], set(content) - {*required, *optional}
     if lacking or unknown:
         what = f"{', '.join(lacking)} missing" if lacking else f"{', '.join(map(str, sorted(unknown)))} unknown"
@@ -191,7 +190,15 @@ def _cast(hint: Any, value: Any) -> Any:
             return None
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is tuple:
-        return tuple(get_args(hint)[0](item) for item in (value if isinstance(value, list) else [value]))
-    if hint is bool and not isinstance(value, bool):
+        return tuple(_cast_one(get_args(hint)[0], item) for item in (value if isinstance(value, list) else [value]))
+    return _cast_one(hint, value)
+
+
+def _cast_one(kind: type, value: Any) -> Any:
+    if kind is bool and not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false.")
-    return hint(value)
+    if isinstance(value, bool) and kind is not bool:
+        raise ValueError(f"{value!r} is a flag's value: give a number or a name.")
+    if kind is int and isinstance(value, float):
+        raise ValueError(f"{value!r} is not an integer.")
+    return kind(value)

@@ -10,9 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..models.loading import RUN_FILE
 from ..settings import TrainSettings
+from ..utils.checkpoints import RUN_FILE, read_run
 from ..utils.files import write_json
+from ..utils.parsing import read_json_object
 from .recipes import RATES, Cell
 
 _PATHS = ("model", "data", "validation_data")  # settings that differ between machines
@@ -21,7 +22,7 @@ _PATHS = ("model", "data", "validation_data")  # settings that differ between ma
 def read_record(cell: Cell) -> dict[str, Any] | None:
     """The record of a cell's training, or None before it is finished."""
     file = cell.folder / RUN_FILE
-    return json.loads(file.read_text()) if file.exists() else None
+    return read_run(file) if file.exists() else None
 
 
 def differences(cell: Cell, record: dict[str, Any]) -> str:
@@ -39,9 +40,12 @@ def read_result(cell: Cell, text: str, record: dict[str, Any]) -> dict[str, Any]
     file = cell.folder / f"{text}.json"
     if not file.exists():
         return None
-    result = json.loads(file.read_text())
+    result = read_json_object(file, "Move it away to score the text again.")
     same = result.get("asked") == scoring(cell, text) and result.get("run") == run_id(record)
-    enough = set(cell.overlaps) <= {row["overlap"] for row in result["rows"]}
+    rows = result.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "overlap" in row for row in rows):
+        raise ValueError(f"{file} is damaged: it has no rows with overlaps. Move it away to score the text again.")
+    enough = all(overlap in [row["overlap"] for row in rows] for overlap in cell.overlaps)
     return result if same and enough else None
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.evaluate import evaluate
-from ..models.loading import RUN_FILE
 from ..settings import EvaluateSettings
 from ..training.lifecycle import release_memory
 from ..training.train import train
 from ..utils import console
-from ..utils.files import read_sealed_json
+from ..utils.checkpoints import RUN_FILE, read_run
 from .recipes import Cell, Recipe
 from .results import differences, read_record, read_result, run_id, scoring, write
 
@@ -81,7 +80,7 @@ def _run(cell: Cell, lacking: list[str], model: Path, use_cpu: bool) -> None:
         release_memory()
         shutil.rmtree(cell.folder, ignore_errors=True)  # results of an earlier model
         write(cell.folder / RUN_FILE, record)
-    elif not (model / RUN_FILE).exists() or read_sealed_json(model / RUN_FILE) != record:
+    elif not (model / RUN_FILE).exists() or read_run(model / RUN_FILE) != record:
         raise ValueError(
             f"{cell.name} is to be scored on {', '.join(lacking)}, but {model} no longer has its model. Move "
             f"{cell.folder} away to train it again."

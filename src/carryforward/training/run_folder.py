@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from ..models.loading import RUN_FILE
 from ..settings import RecurrentSettings, flag
-from ..utils.files import is_vacant, read_sealed_json, write_sealed_json
+from ..utils.checkpoints import RUN_FILE, read_run
+from ..utils.files import is_vacant, write_sealed_json
 from ..utils.locks import LOCK, lock_output
 
 
@@ -82,15 +82,10 @@ class RunFolder:
             if self.folder.exists() and (not self.folder.is_dir() or not is_vacant(self.folder)):
                 raise ValueError(f"--out {self.folder} exists and is not a run of carryforward. Use another folder.")
             return {"kind": "run", "status": "running", "settings": self.settings, "search": []}
-        try:
-            record = read_sealed_json(path)
-            before = dict(record["settings"])
-            if record["status"] not in ("running", "finished") or not isinstance(record["search"], list):
-                raise ValueError(f"{path} is damaged (status or search).")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error!r}). Use another --out.") from error
-        except ValueError as error:
-            raise ValueError(f"{error} Use another --out.") from error
+        record = read_run(path, "Use another --out.")
+        if record.get("status") not in ("running", "finished") or not isinstance(record.get("search"), list):
+            raise ValueError(f"{path} is damaged: status or search cannot be right. Use another --out.")
+        before = record["settings"]
         same_length = {name: self.settings[name] for name in self.length_settings}
         self._refuse_changes("other settings", before | same_length, self.settings)
         return record

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: loading that refuses missing weights, and the complete checkpoints of a training run."""
+"""Checkpoints and runs: loading that refuses missing weights, and the complete checkpoints of a training run."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ..settings import BUNDLED
 from .digests import damaged_file, digest_files
+from .files import read_sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -164,3 +166,37 @@ def latest_checkpoint(run: Path) -> Path | None:
             return path
         logger.warning("%s is %s and is skipped.", path, damage)
     return None
+
+
+# --- the record of a training run ----------------------------------------------------------------------------------
+
+RUN_FILE = "run.json"  # in the run's folder
+
+
+def run_of(name: str) -> dict[str, Any] | None:
+    """The record of the training run that a model's folder, or the checkpoint's parent folder, belongs to."""
+    if name == BUNDLED:
+        return None
+    path = Path(name)
+    is_checkpoint = path.is_dir() and path in list_checkpoints(path.parent)
+    for file in (path / RUN_FILE, path.parent / RUN_FILE)[: 1 + is_checkpoint]:
+        if file.is_file() and read_sealed_json(file, _WITHOUT_RECORD).get("kind") == "run":
+            return read_run(file)
+    return None
+
+
+_WITHOUT_RECORD = "Take it away to use the model without its record."
+
+
+def read_run(path: Path, remedy: str = _WITHOUT_RECORD) -> dict[str, Any]:
+    """The record of a training run. A file that is damaged is refused, with what to do in `remedy`."""
+    record = read_sealed_json(path, remedy)
+    settings, circumstances = record.get("settings"), record.get("circumstances", {})
+    if record.get("kind") != "run" or not isinstance(settings, dict) or not isinstance(circumstances, dict):
+        raise ValueError(f"{path} is not the record of a training run, or damaged. {remedy}")
+    values = [(record, "tokens", int), (settings, "window", int), (circumstances, "window", int),
+              (settings, "model", str), (settings, "recurrence", bool), (record, "files", dict)]  # fmt: skip
+    wrong = [name for owner, name, kind in values if owner.get(name) is not None and type(owner[name]) is not kind]
+    if wrong:
+        raise ValueError(f"{path} is damaged: {', '.join(wrong)} cannot be right. {remedy}")
+    return record

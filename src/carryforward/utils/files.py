@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .locks import LOCK, try_lock
+from .parsing import read_json_object
 
 _SEAL = "sha256"  # the key of a JSON file's own digest
 _MAX_STEM = 100  # characters of the readable part of a result's file name
@@ -58,18 +59,13 @@ def write_sealed_json(path: str | os.PathLike, content: dict[str, Any]) -> None:
     write_json(path, {**content, _SEAL: _json_digest(content)})
 
 
-def read_sealed_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, without its digest. A ValueError says that the file is damaged; one without a digest, from
-    elsewhere, is accepted."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}).") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged (it is no JSON object).")
+def read_sealed_json(path: Path, remedy: str = "") -> dict[str, Any]:
+    """Read a JSON object, without its digest. A ValueError says that the file is damaged, and what to do (`remedy`);
+    one without a digest, from elsewhere, is accepted."""
+    content = read_json_object(path, remedy)
     digest = content.pop(_SEAL, None)
     if digest is not None and digest != _json_digest(content):
-        raise ValueError(f"{path} is damaged (its content does not match its digest).")
+        raise ValueError(f"{path} is damaged: its content does not match its digest. {remedy}".rstrip())
     return content
 
 
@@ -144,7 +140,7 @@ def delete_folder(folder: Path) -> None:
     hidden = _hidden(folder.parent, folder.name, "deleted")
     folder.rename(hidden)
     _sync(folder.parent)
-    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.unlink() if hidden.is_file() else shutil.rmtree(hidden, ignore_errors=True)
 
 
 # --- what killed processes left ------------------------------------------------------------------------------------
@@ -186,7 +182,10 @@ def finish_replacement(folder: Path) -> None:
 def _move_into_place(ready: Path, folder: Path) -> None:
     """Move a complete model into a folder: remove config.json and earlier weights, move all other files, and
     config.json last."""
-    (content,) = (path for path in ready.iterdir() if path.name != LOCK)
+    content = next((path for path in ready.iterdir() if path.name != LOCK), None)
+    if content is None:  # all was moved, and only the folder was left
+        shutil.rmtree(ready, ignore_errors=True)
+        return
     names = sorted((path.name for path in content.iterdir()), key=lambda name: (name == "config.json", name))
     if ready.suffix == ".ready":
         if "config.json" in names:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Markdown tables."""
 
+import html
 import re
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +12,16 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], text_co
     return "\n".join(f"| {' | '.join(map(_escape, cells))} |" for cells in (header, rule, *rows))
 
 
+def escape_markdown(text: str) -> str:
+    """A text on one line in which no character is read as markup: for names that come from users and files.
+
+    >>> print(escape_markdown("runs/my_model|<b>*x*"))
+    runs/my_model\\|&lt;b&gt;\\*x\\*
+    """
+    markup = r"([\\`*\[\]|$]|~(?=~)|(?<=~)~|(?<![^\W_])_|_(?![^\W_]))"  # not the underscore inside a word
+    return re.sub(markup, r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+
 def _escape(cell: str) -> str:
-    """Escape vertical bars, which would end the cell, unless they are escaped already."""
-    return re.sub(r"(?<!\\)\|", r"\\|", cell)
+    """Escape vertical bars, which would end the cell, unless they are escaped already; so would line ends."""
+    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(cell.splitlines()))

@@ -11,6 +11,7 @@ from itertools import cycle, pairwise
 from typing import Any
 
 from .files import atomic_write
+from .install import install_hint
 
 logger = logging.getLogger(__name__)
 Point = tuple[float, float, str]  # FLOPs, perplexity, label
@@ -48,7 +49,7 @@ def new_figure(columns: int) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install carryforward[figures]") from error
+        raise ImportError(f"figures need matplotlib: {install_hint('figures')}") from error
     figure = Figure(figsize=(7.2 * columns, 4.6), dpi=160, layout="constrained")
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
