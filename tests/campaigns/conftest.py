@@ -25,7 +25,7 @@ class Reference(NamedTuple):
 
     def differences(self) -> str:
         """What the files there are now have not in common with those of the job that was never stopped."""
-        now = jobs.contents(self.job.folder)
+        now = self.job.contents()
         groups = {
             "left over": now.keys() - self.contents.keys(),
             "missing": self.contents.keys() - now.keys(),
@@ -54,7 +54,7 @@ def reference(tmp_path_factory):
         job.clear()
         result = crash.run(lambda: job(*more), crash.Operations(folder))
         assert result.code == 0, result.output
-        return Reference(job, result.log, jobs.contents(folder))
+        return Reference(job, result.log, job.contents())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TOKENIZERS_PARALLELISM", "false")  # threads do not survive a fork

@@ -7,11 +7,11 @@ import resource
 
 import pytest
 from helpers import campaigns, crash
-from helpers.jobs import JOBS
+from helpers.jobs import DIFFERENT
 
 FAST = 5  # operations of each command
 ERRORS = {"full": errno.ENOSPC, "over quota": errno.EDQUOT, "too large": errno.EFBIG, "read-only": errno.EROFS}
-COMMANDS = [name for name in JOBS if name not in ("state", "tokenise")]
+COMMANDS = [name for name in DIFFERENT if name not in ("state", "tokenise")]
 SIZES = (0, 1_000, 4_096, 20_000, 60_000, 120_000)  # bytes that a file may have
 
 

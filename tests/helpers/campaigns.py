@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests with a fast and a full form."""
+"""Campaigns: tests with hundreds of cases, of which the default run takes a sample."""
 
 import os
 
 
 def full() -> bool:
-    """Whether to run the full form of campaigns: the environment variable CARRYFORWARD_CAMPAIGNS is set."""
+    """Whether to run all cases: CARRYFORWARD_CAMPAIGNS=1."""
     return bool(os.environ.get("CARRYFORWARD_CAMPAIGNS"))

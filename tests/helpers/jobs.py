@@ -35,7 +35,7 @@ VOLATILE = {"seconds", "date", "command", "commit"}  # differ between two runs o
 
 
 def prepare(home: Path) -> Path:
-    """Write models, texts, questions and documents to a folder, and import what the jobs need before they are forked."""
+    """Write models, texts, questions and documents to a folder; import what the jobs need before they are forked."""
     for module in _MODULES:
         importlib.import_module(module)
     tokenizer = prose.tokenizer()
@@ -90,7 +90,10 @@ class Job:
         """Run the command, in a process of its own: this changes settings of the process."""
         os.environ |= {"CARRYFORWARD_CACHE": str(self.folder / "cache"), "CARRYFORWARD_COMMIT": "0"}
         document_chunks.DOCUMENTS_PER_CHUNK = 2
-        self._work([*self._arguments(self.home, self.out), *more])
+        self._work([*self.arguments(), *more])
+
+    def arguments(self) -> list:
+        return self._arguments(self.home, self.out)
 
     def _work(self, arguments: list) -> None:
         main([str(argument) for argument in arguments])
@@ -100,13 +103,18 @@ class Job:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
-    @property
-    def trains(self) -> bool:
-        return "train" in self._arguments(self.home, self.out)
+    def contents(self) -> dict[str, Any]:
+        """Every file and folder by its relative path, hidden ones too, with what must be equal of it.
+
+        The cache may lose its content with the power: it is made anew when it is read again.
+        """
+        paths = {str(path.relative_to(self.folder)): path for path in sorted(self.folder.rglob("*"))}
+        cached = "cache/" if self.out.name != "cache" else "none"
+        return {name: "cached" if name.startswith(cached) else _comparable(path) for name, path in paths.items()}
 
     def load_announced(self) -> None:
         """Load the model in the output, and the newest checkpoint: each is whole, or an error says why not."""
-        load = load_question_answering if "qa" in self._arguments(self.home, self.out) else load_causal
+        load = load_question_answering if "qa" in self.arguments() else load_causal
         sealed = sorted(self.out.glob("checkpoint-*/complete.json"), key=lambda path: int(path.parts[-2][11:]))
         announced = [path.parent for path in (self.out / "config.json", *sealed[-1:]) if path.exists()]
         for folder in announced:
@@ -124,10 +132,12 @@ class FunctionJob(Job):
         function(*rest)
 
 
-def _train(home: Path, out: Path, rates: tuple[float, ...] = (0.5,)) -> list:
+def _train(home: Path, out: Path, rates: tuple[float, ...] = (0.5,), length: tuple = ("--train-tokens", 280)) -> list:
+    """With the rate 0.5 the first checkpoint is the best one, with 0.03 the last one."""
     return ["train", "--model", home / "model", "--data", home / "texts", "--window", 12, "--windows-per-sample", 3,
-            "--batch-size", 2, "--train-tokens", 280, "--eval-tokens", 70, "--warmup-steps", 0,
-            "--max-document-tokens", 80, "--max-validation-tokens", 20, "--device", "cpu", "--out", out, "--learning-rate", *rates]  # fmt: skip
+            "--batch-size", 2, *length, "--eval-tokens", 70, "--warmup-steps", 0,
+            "--max-document-tokens", 80, "--max-validation-tokens", 20, "--device", "cpu", "--out", out,
+            "--learning-rate", *rates]  # fmt: skip
 
 
 def _search(home: Path, out: Path) -> list:
@@ -178,6 +188,8 @@ def _load_documents(home: Path, out: Path) -> None:
 
 JOBS: dict[str, Callable[[Path, Path], Job]] = {
     "train": partial(Job, out="run", arguments=_train),
+    "train to the best": partial(Job, out="run", arguments=partial(_train, rates=(0.03,))),
+    "train by epochs": partial(Job, out="run", arguments=partial(_train, length=())),
     "search": partial(Job, out="run", arguments=_search),
     "qa train": partial(Job, out="run", arguments=_qa_train),
     "embed parquet": partial(Job, out="v.parquet", arguments=_embed),
@@ -187,14 +199,10 @@ JOBS: dict[str, Callable[[Path, Path], Job]] = {
     "state": partial(FunctionJob, out="story.state", arguments=_state),
     "tokenise": partial(FunctionJob, out="cache", arguments=_tokenise),
 }
+DIFFERENT = [name for name in JOBS if not name.startswith("train ")]  # that write files in different ways
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """Every file and folder by its relative path, hidden ones too, with what must be equal of it."""
-    return {str(path.relative_to(folder)): _comparable(path) for path in sorted(folder.rglob("*"))}
 
 
 def _comparable(path: Path) -> Any:
