@@ -12,7 +12,7 @@ import pytest
 from helpers import campaigns, crash
 from helpers.jobs import DIFFERENT
 
-FAST = 8  # operations of each job
+FAST = 6  # operations of each job
 PAIRS = 60
 
 

@@ -59,7 +59,7 @@ class Stopped:
         result = crash.run(self.of.job)
         lines = [line for line in result.output.splitlines() if "resuming from" not in line]
         named = any(path.name in line or path.parent.name in line for line in lines)
-        if "Traceback" in result.output or result.code not in (0, 2):
+        if result.unforeseen or result.code not in (0, 2):
             return str(result)
         if not named and (result.code == 2 or passed_over):
             return f"not named: {result}"

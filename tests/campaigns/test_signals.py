@@ -68,7 +68,7 @@ def files_opened_before_training(job):
 def test_an_interrupt_while_a_run_starts_is_not_swallowed(reference):
     of = reference("train")
     last, choose = files_opened_before_training(of.job), random.Random(0)
-    numbers = range(1, last) if campaigns.full() else sorted(choose.sample(range(1, last), 4))
+    numbers = range(1, last) if campaigns.full() else sorted(choose.sample(range(1, last), 3))
     problems = []
     for number in numbers:
 
@@ -78,7 +78,7 @@ def test_an_interrupt_while_a_run_starts_is_not_swallowed(reference):
 
         of.job.clear()
         result = crash.run(interrupted)
-        problem = of.finish() if result.code == INTERRUPTED and "Traceback" not in result.output else str(result)
+        problem = of.finish() if result.code == INTERRUPTED and not result.unforeseen else str(result)
         if problem:
             problems.append(f"file {number}: {problem}")
     assert not problems, f"{len(problems)} of {len(numbers)}:\n" + "\n".join(problems)
@@ -103,7 +103,7 @@ def test_an_interrupt_inside_del_is_not_swallowed(reference):
     assert process.returncode == INTERRUPTED, output
 
 
-@pytest.mark.parametrize("seed", range(20 if campaigns.full() else 2))
+@pytest.mark.parametrize("seed", range(20 if campaigns.full() else 1))
 def test_an_interrupt_at_any_moment_ends_a_command(reference, seed):
     process = command(reference("train"), "-m", "carryforward")
     moment = random.Random(seed).uniform(0.3, 4)

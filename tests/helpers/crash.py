@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PATHS = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 1, "os.truncate": 1, "os.rename": 2, "os.link": 2}
@@ -45,8 +45,8 @@ class Operations:
         os.fsync = os.fdatasync = self._sync
         sys.addaudithook(self)
 
-    def _sync(self, file: int) -> None:
-        self.synced.add(_stamp(os.fstat(file)))
+    def _sync(self, file: Any) -> None:
+        self.synced.add(_stamp(os.fstat(file if isinstance(file, int) else file.fileno())))
 
     def __call__(self, event: str, arguments: tuple) -> None:
         if self._busy or (event not in _PATHS and not (event == "open" and (arguments[2] or 0) & _WRITE)):
@@ -173,6 +173,11 @@ class Result(NamedTuple):
     code: int
     output: str
     log: list[str]
+
+    @property
+    def unforeseen(self) -> bool:
+        """Whether a traceback was shown, or written elsewhere."""
+        return "traceback" in self.output.lower()
 
     def __str__(self) -> str:
         return f"exit code {self.code}: {next(reversed(self.output.strip().splitlines()), '')}"
