@@ -76,7 +76,7 @@ class Stopped:
 
 
 def files_of(folder):
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
 
 
 def renames(of, part):

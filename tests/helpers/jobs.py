@@ -28,7 +28,7 @@ from . import prose, tiny
 _MODULES = ("carryforward.embeddings.embed", "carryforward.evaluation.evaluate", "carryforward.evaluation.report",
             "carryforward.qa.train", "carryforward.training.train", "matplotlib.backends.backend_agg",
             "pyarrow.parquet")  # fmt: skip
-VOLATILE = {"seconds", "date", "command", "commit"}  # differ between two runs of one command
+VOLATILE = {"seconds", "date", "command", "commit", "digest"}  # differ between two runs of one command
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -215,7 +215,18 @@ def _comparable(path: Path) -> Any:
     if path.suffix == ".json":
         with contextlib.suppress(ValueError):  # damaged: compared as bytes
             return _stable(json.loads(path.read_text()))
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    content = path.read_bytes()
+    if path.suffix in (".safetensors", ".state") and content:
+        return _safetensors(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _safetensors(content: bytes) -> Any:
+    """The header, whose metadata has no fixed order, and the digest of the tensors."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    with contextlib.suppress(ValueError):
+        return json.loads(content[8:end]), hashlib.sha256(content[end:]).hexdigest()
+    return hashlib.sha256(content).hexdigest()
 
 
 def _stable(value: Any) -> Any:
