@@ -28,7 +28,7 @@ from . import prose, tiny
 _MODULES = ("carryforward.embeddings.embed", "carryforward.evaluation.evaluate", "carryforward.evaluation.report",
             "carryforward.qa.train", "carryforward.training.train", "matplotlib.backends.backend_agg",
             "pyarrow.parquet")  # fmt: skip
-VOLATILE = {"seconds", "date", "command", "commit", "digest"}  # differ between two runs of one command
+VOLATILE = {"seconds", "date", "command", "commit", "sha256"}  # differ between two runs of one command
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
