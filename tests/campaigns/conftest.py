@@ -2,11 +2,12 @@
 """Jobs that were never stopped, to compare with."""
 
 import os
+import sys
 from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import crash, jobs
+from helpers import campaigns, crash, jobs
 
 
 class Reference(NamedTuple):
@@ -44,6 +45,8 @@ class Reference(NamedTuple):
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
     """The reference of a job, by its name."""
+    if sys.platform != "linux":
+        pytest.skip("the jobs are forked, and their file operations read from /proc")
     home = jobs.prepare(tmp_path_factory.mktemp("home"))
 
     @cache
@@ -59,3 +62,16 @@ def reference(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TOKENIZERS_PARALLELISM", "false")  # threads do not survive a fork
         yield reference_of
+
+
+@pytest.fixture
+def report(request, capsys):
+    """A function that fails if there are problems, given as lines; the full form prints how many of how many."""
+
+    def report_problems(problems: list[str], tried: int) -> None:
+        if campaigns.full():
+            with capsys.disabled():
+                print(f"\n{request.node.name}: {tried} points, {len(problems)} lost")
+        assert not problems, f"{len(problems)} of {tried}:\n" + "\n".join(problems)
+
+    return report_problems

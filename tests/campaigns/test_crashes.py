@@ -44,14 +44,8 @@ def problem_after(reference, *points):
     return reference.finish()
 
 
-def report(problems, tried):
-    """Print the counts; fail if there is a problem."""
-    print(f"{tried} points, {len(problems)} lost")
-    assert not problems, f"{len(problems)} of {tried}:\n" + "\n".join(problems)
-
-
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_a_crash_at_any_file_operation_loses_nothing(reference, name):
+def test_a_crash_at_any_file_operation_loses_nothing(reference, name, report):
     of, problems = reference(name), []
     points = crash_points(of)
     for at, how in points:
@@ -62,7 +56,7 @@ def test_a_crash_at_any_file_operation_loses_nothing(reference, name):
 
 
 @pytest.mark.parametrize("name", ["train", "search", "qa train", "embed npy"])
-def test_two_crashes_lose_nothing(reference, name):
+def test_two_crashes_lose_nothing(reference, name, report):
     of, problems = reference(name), []
     choose = random.Random(name)
     count = PAIRS // 4 if campaigns.full() else 1

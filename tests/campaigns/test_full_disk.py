@@ -28,13 +28,8 @@ def problem_of(of, result):
     return of.finish()
 
 
-def assert_none(problems, tried):
-    print(f"{tried} points, {len(problems)} lost")
-    assert not problems, f"{len(problems)} of {tried}:\n" + "\n".join(problems)
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_operation_that_fails_costs_anything(reference, name):
+def test_no_operation_that_fails_costs_anything(reference, name, report):
     of, problems = reference(name), []
     everything = [(at, why) for at in range(1, len(of.log) + 1) for why in ERRORS]
     points = everything if campaigns.full() else sorted(random.Random(name).sample(everything, FAST))
@@ -43,11 +38,11 @@ def test_no_operation_that_fails_costs_anything(reference, name):
         result = crash.run(of.job, of.operations(at, crash.fail_with(ERRORS[why])))
         if problem := problem_of(of, result):
             problems.append(f"{why} at {at}, {of.log[at - 1]}: {problem}")
-    assert_none(problems, len(points))
+    report(problems, len(points))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_limit_of_the_size_of_files_costs_anything(reference, name):
+def test_no_limit_of_the_size_of_files_costs_anything(reference, name, report):
     """The limit meets native writers too, in the middle of a file."""
     of, problems = reference(name), []
     sizes = SIZES if campaigns.full() else random.Random(name).sample(SIZES, 1)
@@ -60,4 +55,4 @@ def test_no_limit_of_the_size_of_files_costs_anything(reference, name):
 
         if problem := problem_of(of, crash.run(limited)):
             problems.append(f"{size} bytes: {problem}")
-    assert_none(problems, len(sizes))
+    report(problems, len(sizes))

@@ -65,7 +65,7 @@ def files_opened_before_training(job):
     return int(crash.run(counted).output.split()[-1])
 
 
-def test_an_interrupt_while_a_run_starts_is_not_swallowed(reference):
+def test_an_interrupt_while_a_run_starts_is_not_swallowed(reference, report):
     of = reference("train")
     last, choose = files_opened_before_training(of.job), random.Random(0)
     numbers = range(1, last) if campaigns.full() else sorted(choose.sample(range(1, last), 3))
@@ -81,7 +81,7 @@ def test_an_interrupt_while_a_run_starts_is_not_swallowed(reference):
         problem = of.finish() if result.code == INTERRUPTED and not result.unforeseen else str(result)
         if problem:
             problems.append(f"file {number}: {problem}")
-    assert not problems, f"{len(problems)} of {len(numbers)}:\n" + "\n".join(problems)
+    report(problems, len(numbers))
 
 
 def command(of, *program):
