@@ -72,10 +72,11 @@ def add_to_folder(
     from ..models.add_recurrence import add_recurrence
     from ..models.loading import describe_causal, load_causal
     from ..utils import console
-    from ..utils.files import atomic_folder
+    from ..utils.files import atomic_folder, clear_leftovers
 
     check_folder(out.absolute().parent)
     if out.exists():
+        clear_leftovers(out.absolute().parent, out.name)
         raise ValueError(f"--out {out} exists already. Give another folder.")
     fields = settings.recurrence_fields()
     if Path(name).suffix != ".gguf":  # whose config takes seconds to read

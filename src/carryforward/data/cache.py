@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ..utils.files import delete_folder, publish, staging_folder
+from ..utils.files import clear_leftovers, delete_folder, publish, staging_folder
 
 Entry = TypeVar("Entry")
 
@@ -38,6 +38,8 @@ def open_or_create(
         write_entry: writes the entry to a folder.
     """
     if (entry := open_entry(folder)) is not None:
+        with suppress(OSError):  # a cache that cannot be written to can be read
+            clear_leftovers(folder.parent, folder.name)
         return entry
     with ExitStack() as stack:
         try:

@@ -110,7 +110,11 @@ def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) ->
         raise ValueError(f"{refusal}, and {source} has changed since. Use another name, or delete the output.")
     if (file := damaged_file(out.parent, record["files"])) is not None:
         raise ValueError(f"{refusal}, and {file} is damaged or was changed. Use another name, or delete the output.")
-    clear_leftovers(out.parent, parts.name)
+    if parts.is_dir():  # the run that wrote the output was killed at its very end
+        with lock_output(parts / LOCK, out):
+            delete_folder(parts)
+    for name in (out, parts, record_file(out), ids_file(out)):
+        clear_leftovers(out.parent, name.name)
     console.note(f"{out} is finished already.")
     return {name: record[name] for name in ("documents", "skipped", "out")}
 

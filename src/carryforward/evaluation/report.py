@@ -30,6 +30,7 @@ from typing import Any
 
 from ..settings_base import MAX_INTEGER
 from ..utils.files import result_stem, write_json, write_text
+from ..utils.locks import LOCK, lock_output
 from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.parsing import read_json
 from ..utils.plotting import Line, Point, perplexity_figure, save_figure, skip_without_matplotlib
@@ -168,11 +169,12 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
     """Write each result as JSON, named by its model and data, and the report on all results in the folder."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    for result in results:
-        parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
-        name = result_stem(parts, (result["data"], _variant(result), [row["overlap"] for row in result["rows"]]))
-        write_json(target / f"{name}.json", result)
-    write(load(target), target)
+    with lock_output(target / LOCK, target, wait=True):  # several evaluations may share a folder
+        for result in results:
+            parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
+            name = result_stem(parts, (result["data"], _variant(result), [row["overlap"] for row in result["rows"]]))
+            write_json(target / f"{name}.json", result)
+        write(load(target), target)
 
 
 def flops_table(rows: list[Row]) -> str:

@@ -126,10 +126,10 @@ def describe_causal(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]
 def load_recurrent(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
     """Load a recurrent model with the head it was saved with; a plain model without its head, made recurrent."""
     config = load_config(name)
+    cls = auto.classes()[_architecture(name, config)] if isinstance(config, RecurrentModelConfig) else None
     tokenizer = load_tokenizer(name, config)
-    if isinstance(config, RecurrentModelConfig):
+    if isinstance(config, RecurrentModelConfig) and cls is not None:
         check_window(name, config, window)
-        cls = auto.classes()[_architecture(name, config)]
         model = load_model(cls.from_pretrained, name, dtype=torch.float32)
         loaded = Loaded(name, _keep(model, tokenizer), tokenizer, run_of(name))
     else:

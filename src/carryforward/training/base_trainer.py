@@ -4,6 +4,7 @@ the weights, and a separate learning rate for the recurrence."""
 
 import contextlib
 import itertools
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -185,10 +186,33 @@ class BaseTrainer(Trainer):
             if self.args.should_save:
                 delete_folder(path)
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        start = super()._init_training_state(*args, **kwargs)
+    def _init_training_state(  # type: ignore[override]
+        self, max_steps: int, steps: int, epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        start = super()._init_training_state(max_steps, steps, epochs, checkpoint, trial)
         self._set_best(self.state.best_global_step)
+        if checkpoint is not None:
+            self._adjust_resumed_state(checkpoint)
+            self._rotate(Path(self._get_output_dir(trial)))  # it may have been killed before it had done so
         return start
+
+    def _adjust_resumed_state(self, checkpoint: str) -> None:
+        """Change the state that was read from a checkpoint, before training continues; see `RecurrentTrainer`."""
+
+    # `Trainer` begins the average of the loss that it logs anew when it resumes.
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        average = {"loss": float(self._tr_loss), "last_logged": self._globalstep_last_logged}
+        (Path(output_dir) / f"loss-{self.args.process_index}.json").write_text(json.dumps(average))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        path = Path(checkpoint or "") / f"loss-{self.args.process_index}.json"
+        if checkpoint and path.exists():
+            average = json.loads(path.read_text())
+            self._tr_loss.fill_(average["loss"])
+            self._globalstep_last_logged = average["last_logged"]
 
     def _load_best_model(self) -> None:
         self._set_best(self.state.best_global_step)
@@ -248,17 +272,18 @@ class BaseTrainer(Trainer):
                 self.state.save_to_json(str(staging / name / "trainer_state.json"))
                 checkpoints.seal(staging / name)
                 replace_folder(staging / name, run / name)
-                self._rotate(run, {self.state.best_global_step, self._best_step_if_continued()} - {None})
+                self._rotate(run)
         self.accelerator.wait_for_everyone()
 
     def _best_step_if_continued(self) -> int | None:
         """The step of the best checkpoint, should training be continued past its end; see `RecurrentTrainer`."""
         return self.state.best_global_step
 
-    def _rotate(self, run: Path, best_steps: set[int | None]) -> None:
-        """Keep the best checkpoints and the newest ones."""
-        if self.args.save_total_limit:
-            best = {run / f"checkpoint-{step}" for step in best_steps}
+    def _rotate(self, run: Path) -> None:
+        """Delete old checkpoints: keep the best one and the newest ones."""
+        if self.args.save_total_limit and self.args.should_save:
+            steps = {self.state.best_global_step, self._best_step_if_continued()} - {None}
+            best = {run / f"checkpoint-{step}" for step in steps}
             others = [path for path in checkpoints.list_checkpoints(run) if path not in best]
             complete = [path for path in others if checkpoints.is_complete(path)]
             count = max(self.args.save_total_limit - len(best), 1)

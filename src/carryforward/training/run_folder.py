@@ -7,13 +7,13 @@ locked while a process trains in it.
 """
 
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from ..settings import RecurrentSettings, flag
 from ..utils.checkpoints import RUN_FILE, read_run
-from ..utils.files import is_vacant, write_sealed_json
+from ..utils.files import clear_leftovers, is_vacant, write_sealed_json
 from ..utils.locks import LOCK, lock_output
 
 
@@ -34,8 +34,12 @@ class RunFolder:
         self.record = self._read()
 
     def __enter__(self) -> Self:
-        if self.writes and not self.finished and self.folder.is_dir():
-            self._lock_folder()
+        if self.writes and self.folder.is_dir():
+            if not self.finished:
+                self._lock_folder()
+            else:
+                with suppress(OSError, ValueError), lock_output(self.folder / LOCK, self.folder):
+                    clear_leftovers(self.folder)
         return self
 
     def __exit__(self, *error: object) -> None:

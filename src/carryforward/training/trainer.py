@@ -210,17 +210,13 @@ class RecurrentTrainer(BaseTrainer):
         """Whether an interval, in tokens, ends with a step."""
         return self.tokens_after(step) // interval > self.tokens_after(step - 1) // interval
 
-    def _init_training_state(  # type: ignore[override]
-        self, max_steps: int, steps: int, epochs: int, checkpoint: str | None, trial: Any
-    ) -> tuple[int, int]:
-        start = super()._init_training_state(max_steps, steps, epochs, checkpoint, trial)
-        if checkpoint is not None and self.state.global_step < max_steps and self._was_the_end(checkpoint):
+    def _adjust_resumed_state(self, checkpoint: str) -> None:
+        if self.state.global_step < self.state.max_steps and self._was_the_end(checkpoint):
             validations = self._validations_before_end(self.state.global_step)
             others = [entry for entry in self.state.log_history if "eval_loss" not in entry]
             self.state.log_history = sorted([*others, *validations], key=lambda entry: entry["step"])
             self.state.best_metric, self.state.best_global_step = self._best_of(validations)
             self._set_best(self.state.best_global_step)
-        return start
 
     def _was_the_end(self, checkpoint: str) -> bool:
         """Whether training was to end with a checkpoint."""

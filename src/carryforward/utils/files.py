@@ -101,6 +101,8 @@ def atomic_folder(folder: str | os.PathLike) -> Iterator[Path]:
     if not target.exists():
         with staging_folder(target.parent, target.name) as staging:
             yield staging
+            if target.exists():
+                raise ValueError(f"{folder} was written by another process meanwhile. Use another folder.")
             publish(staging, target)
         return
     finish_replacement(target)
