@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from carryforward.utils.files import write_json
+from carryforward.utils.files import write_json, write_text
 from carryforward.utils.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -61,6 +61,16 @@ def collect_cases(out: Path, report: dict[str, Any]) -> Iterator[Write]:
             write(report | {"cases": cases})
 
         yield add
+
+
+def write_section(page: Path, script: str, text: str) -> None:
+    """Replace the section of a page that a script of this folder writes."""
+    begin, end = f"<!-- written by benchmarks/{script}.py -->", f"<!-- end of {script} -->"
+    before, _, rest = page.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{page} has no section {begin} ... {end}")
+    write_text(page, f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 class Report:

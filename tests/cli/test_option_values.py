@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every option of every command with odd values: accepted, or refused by name before any work and any file.
 
-The default run takes a sample; CARRYFORWARD_CAMPAIGNS=1 runs all.
+The default run takes a sample; CARRYFORWARD_CAMPAIGNS=all runs all.
 """
 
 import io
@@ -101,10 +101,11 @@ def test_odd_values_are_accepted_or_refused_by_name(name, tmp_path, monkeypatch)
     (tmp_path / "file").write_text("text")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(f"carryforward.{COMMANDS[name][1]}", accept)
-    wrong = []
+    wrong, tried = [], 0
     for number, (option, value) in enumerate(cases(name)):
         if number % EVERY and not campaigns.full():
             continue
+        tried += 1
         code, message = call(name, option, value)
         flag = option.opts[0]
         if code is not None and (code != 2 or not message or UNFORESEEN in message or "Traceback" in message):
@@ -113,6 +114,7 @@ def test_odd_values_are_accepted_or_refused_by_name(name, tmp_path, monkeypatch)
             wrong.append((flag, value[:20], "accepted"))
         elif code is not None and is_number(option) and value in NONSENSE and flag.lstrip("-") not in message:
             wrong.append((flag, value[:20], "refused without its name", message[-300:]))
+    campaigns.record(f"option values[{name}]", tried, len(wrong))
     assert not wrong
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -2,7 +2,7 @@
 """Damaged and hostile files: whatever is in a file, reading it succeeds or ends with one sentence that names it.
 
 No file may run code: a pickle that would make a folder stands in for each of them. The default run takes a sample;
-CARRYFORWARD_CAMPAIGNS=1 runs all.
+CARRYFORWARD_CAMPAIGNS=all runs all.
 """
 
 import json
@@ -211,10 +211,11 @@ def test_damaged_files_are_refused_by_name(target, intact, tmp_path, monkeypatch
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks before it runs code"))
     content = file.read_bytes()
     target.read(folder)
-    wrong = []
+    wrong, tried = [], 0
     for number, (name, damaged) in enumerate(damages(target, content, canary)):
         if number % EVERY and not campaigns.full():
             continue
+        tried += 1
         file.write_bytes(damaged)
         try:
             target.read(folder)
@@ -226,6 +227,7 @@ def test_damaged_files_are_refused_by_name(target, intact, tmp_path, monkeypatch
                 wrong.append((name, "is too long", message[:300]))
         except Exception as error:
             wrong.append((name, type(error).__name__, str(error)[:300]))
+    campaigns.record(f"damaged files[{target.name}]", tried, len(wrong))
     assert not wrong
     assert not canary.exists(), "code of a pickle was run"
 

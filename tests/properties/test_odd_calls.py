@@ -2,20 +2,19 @@
 """Odd but valid calls give what every document alone gives, one call for each.
 
 A call is drawn at random: dtypes and memory layout of its tensors, padding on either side, overlap, columns to keep,
-labels, and the pieces in which documents are read. Seeds are fixed. `CARRYFORWARD_ODD_CALLS=500` draws more.
+labels, and the pieces in which documents are read. Seeds are fixed. CARRYFORWARD_CAMPAIGNS=all draws more.
 """
 
 import functools
-import os
 import random
 from itertools import pairwise
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import campaigns, tiny
 from torch.testing import assert_close
 
-CALLS = int(os.environ.get("CARRYFORWARD_ODD_CALLS", "12"))
+CALLS = 60 if campaigns.full() else 12
 KINDS = ["gpt2", "llama", "bert", "token", "sequence", "none"]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 MASKS = [torch.bool, *INTEGERS, torch.float16, torch.float32, torch.float64]

@@ -3,7 +3,7 @@
 
     SentenceTransformer(modules=[RecurrentTransformer("my-model"), Pooling(384)])
 
-Texts are never truncated. Needs `pip install carryforward[sentences]`.
+Texts are never truncated. Needs the package sentence-transformers.
 """
 
 from itertools import takewhile

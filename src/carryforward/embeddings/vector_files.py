@@ -17,6 +17,7 @@ import numpy as np
 
 from ..utils.digests import damaged_file, digest_file
 from ..utils.files import atomic_write, clear_leftovers, publish, read_sealed_json, write_sealed_json
+from ..utils.install import install_hint
 from .document_chunks import Chunk
 from .encode import TokenVectors
 
@@ -36,7 +37,7 @@ def import_pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError("a .parquet file needs pyarrow: pip install carryforward[parquet]") from error
+        raise ValueError(f"a .parquet file needs pyarrow: {install_hint('parquet')}") from error
     return pyarrow
 
 

@@ -276,7 +276,7 @@ def load_model(load: Callable, name: str, **options: Any) -> Any:
     if getattr(load, "__self__", None) not in _PARTS:  # weights are read
         _check_digests(name)
     try:
-        return load(where, **options, **more)
+        return load(where, trust_remote_code=False, **options, **more)  # None would ask, and then run it
     except SafetensorError as error:
         raise ValueError(
             f"model {name!r}: a weights file is cut short or damaged ({error}). Copy or save it again."
