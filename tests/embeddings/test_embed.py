@@ -173,6 +173,28 @@ def test_changed_lines_are_embedded_again(stopped):
     assert ids == json.loads((folder / "changed.npy.ids.json").read_text())
 
 
+def test_files_of_others_are_not_touched(saved, capsys):
+    folder, _, _ = saved
+    (folder / "v.npy.parts").mkdir()
+    (folder / "v.npy.parts" / "part-1.csv").write_text("mine")
+    assert run(folder, "--out", folder / "v.npy") == 2
+    assert "v.npy.parts holds other files" in capsys.readouterr().err
+    (folder / "w.npy.json").write_text('{"mine": 1}')
+    assert run(folder, "--out", folder / "w.npy") == 2
+    assert "is not a record of embed" in capsys.readouterr().err
+    assert (folder / "v.npy.parts" / "part-1.csv").read_text() == "mine"
+    assert (folder / "w.npy.json").read_text() == '{"mine": 1}'
+
+
+def test_blank_lines_at_the_end_are_part_of_the_source(saved, monkeypatch):
+    folder, _, rows = saved
+    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", len(rows))
+    with (folder / "docs.jsonl").open("a") as file:
+        file.write("\n\n")
+    assert run(folder, "--out", folder / "v.npy") == 0
+    assert run(folder, "--out", folder / "v.npy") == 0, "it has not changed since"
+
+
 def test_a_finished_output_is_not_made_again(saved, capsys):
     folder, _, rows = saved
     assert run(folder, "--out", folder / "v.npy") == 0

@@ -2,8 +2,10 @@
 """What the compiler made is used only if it computes the same as the model itself."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.fast_path import assert_same_answers, model_pair, qa_pair, qa_step, step
 from torch.testing import assert_close
 
@@ -46,6 +48,23 @@ def test_a_wrong_compilation_is_found_and_not_used(captures, compiler, caplog):
         assert len(used) == len(compiled) + 1, "after it has failed once, it is not tried again"
         assert len(compiled) < len(graphs), "windows are captured without it"
         assert not any(graph.states for graph in compiled), "what it gets right, windows that pass nothing on, is used"
+
+
+@pytest.mark.parametrize(
+    ("harm", "close"),
+    [
+        (lambda x: x * 1.001, True),
+        (lambda x: x.index_fill(1, torch.tensor([3]), torch.nan), False),
+        (lambda x: x.index_fill(0, torch.tensor([1]), 0.0), False),
+    ],
+    ids=["rounding", "one position is NaN", "one row is zero"],
+)
+@pytest.mark.parametrize("extreme", [False, True])
+def test_what_counts_as_the_same(harm, close, extreme):
+    expected = torch.randn(4, 64, 32)
+    expected[2, 5, 7] = torch.finfo(torch.float32).min if extreme else 1.0
+    window = SimpleNamespace(mask=None, start=0)
+    assert graph_cache._is_close(harm(expected), expected, window) is close
 
 
 def test_a_right_compilation_is_used(captures, compiler):

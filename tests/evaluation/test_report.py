@@ -264,6 +264,17 @@ def test_a_damaged_result_in_a_folder_gives_a_warning(tmp_path, caplog):
     assert "cut.json" in caplog.text
 
 
+def test_files_that_are_being_written_are_not_read(tmp_path):
+    report.save([result("model", [row(0, 10.0)])], tmp_path)
+    name = next(tmp_path.glob("*.json")).name
+    hidden = tmp_path / f".{name}.0123abcd.tmp"
+    hidden.mkdir()
+    (hidden / "other.json").write_text((tmp_path / name).read_text())
+    assert len(report.load(tmp_path)) == 1
+    report.save([result("model", [row(0, 10.0)])], tmp_path)
+    assert not hidden.exists(), "what a killed process left is removed"
+
+
 def test_nothing_to_report(tmp_path):
     with pytest.raises(ValueError, match="missing.json does not exist"):
         report.load([tmp_path / "missing.json"])

@@ -187,6 +187,13 @@ def test_a_run_that_was_moved_keeps_its_best_checkpoint(tmp_path):
     assert_identical(weights(again.model), weights(whole.model))
 
 
+def test_folders_of_others_are_no_checkpoints(tmp_path):
+    for name in ("checkpoint-copy-5", "checkpoint-before-2026", "checkpoint-7"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-8").write_text("a file")
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-7"]
+
+
 def _stop_at(step):
     def stop(state, control):
         if state.global_step == step:

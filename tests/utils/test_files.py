@@ -2,11 +2,13 @@
 """Files and folders appear complete or not at all, and leftovers of killed processes are removed."""
 
 import contextlib
+import multiprocessing
 import os
 
 import pytest
 
 from carryforward.utils import files
+from carryforward.utils.locks import LOCK
 
 
 def names(folder):
@@ -106,7 +108,7 @@ def test_a_model_is_replaced_whole_however_often_that_is_interrupted(tmp_path, m
                 _write(staging, new, "new")
             assert moves == 9, "it was not interrupted"
     if (folder / "config.json").exists():
-        content = {path.read_text() for path in folder.iterdir() if path.is_file() and path.name != "mine.txt"}
+        content = {path.read_text() for path in folder.glob("[!.]*") if path.name != "mine.txt"}
         assert content in ({"old"}, {"new"})
     with monkeypatch.context() as patch:
         _die_after(patch, 1)
@@ -114,6 +116,8 @@ def test_a_model_is_replaced_whole_however_often_that_is_interrupted(tmp_path, m
             files.finish_replacement(folder)
     files.finish_replacement(folder)
     files.clear_leftovers(folder)
+    with files.lock_output(folder / files._MOVING, folder):
+        pass  # as the next save does: the lock's file is taken over, and removed
     expected = old if moves == 0 else sorted([*new, "mine.txt"])
     assert names(folder) == sorted(expected)
     assert len({path.read_text() for path in folder.iterdir() if path.name != "mine.txt"}) == 1
@@ -159,12 +163,50 @@ def test_files_are_synced_before_and_folders_after_a_rename(tmp_path, monkeypatc
 
 
 def test_a_folder_is_vacant_if_it_holds_nothing_but_leftovers(tmp_path):
-    for name in (".run.json.0123abcd.tmp/run.json", ".saving/checkpoint-1/model.safetensors", "search/trial-1/.lock"):
+    for name in (".run.json.0123abcd.tmp/run.json", ".saving/checkpoint-1/model.safetensors", f"search/trial-1/{LOCK}"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("")
     assert files.is_vacant(tmp_path)
     (tmp_path / "search" / "notes.txt").write_text("mine")
     assert not files.is_vacant(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ä" * 127])
+def test_the_longest_names_can_be_written(tmp_path, name):
+    files.write_text(tmp_path / name, "text")
+    assert names(tmp_path) == [name]
+
+
+def test_a_link_to_a_folder_is_deleted_and_not_what_is_in_it(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("mine")
+    (tmp_path / "checkpoint-1").symlink_to(tmp_path / "elsewhere")
+    files.delete_folder(tmp_path / "checkpoint-1")
+    assert names(tmp_path) == ["elsewhere"]
+    assert names(tmp_path / "elsewhere") == ["file"]
+
+
+def test_two_that_save_to_one_folder_take_turns(tmp_path, monkeypatch):
+    """The second one's files are moved after the first one's, config.json included."""
+    folder, move, other = tmp_path / "model", files._move_into_place, []
+    _write(folder, ("config.json", "model.safetensors"), "old")
+
+    def save(text):
+        with files.atomic_folder(folder) as staging:
+            _write(staging, ("config.json", "model.safetensors"), text)
+
+    def interrupted(ready, target):
+        if not other:
+            other.append(multiprocessing.get_context("fork").Process(target=save, args=("second",)))
+            other[0].start()
+            other[0].join(0.5)
+            assert other[0].is_alive(), "it did not wait"
+        move(ready, target)
+
+    monkeypatch.setattr(files, "_move_into_place", interrupted)
+    save("first")
+    other[0].join(30)
+    assert {path.read_text() for path in folder.iterdir()} == {"second"}
 
 
 def test_sealed_json_tells_of_damage(tmp_path):

@@ -73,6 +73,27 @@ def test_a_deleted_lock_file_is_not_a_lock(tmp_path):
     os.close(second)
 
 
+def test_entries_may_be_left_in_any_order(tmp_path):
+    """As threads do."""
+    path = tmp_path / locks.LOCK
+    first, second = locks.lock_output(path, tmp_path), locks.lock_output(path, tmp_path)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert path.exists()
+    second.__exit__(None, None, None)
+    assert not path.exists()
+    with locks.lock_output(path, tmp_path):
+        pass
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / locks.LOCK).symlink_to(tmp_path / "mine")
+    with locks.lock_output(tmp_path / locks.LOCK, tmp_path):
+        assert (tmp_path / "mine").read_text() == "mine"
+
+
 def test_without_locks_work_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "fcntl", None)
     with locks.lock_output(tmp_path / locks.LOCK, tmp_path):

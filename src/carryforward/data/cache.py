@@ -41,6 +41,7 @@ def open_or_create(
         with suppress(OSError):  # a cache that cannot be written to can be read
             clear_leftovers(folder.parent, folder.name)
         return entry
+    damaged = folder.exists()
     with ExitStack() as stack:
         try:
             staging = stack.enter_context(staging_folder(folder.parent, folder.name))
@@ -50,8 +51,11 @@ def open_or_create(
                 "CARRYFORWARD_CACHE to one."
             ) from error
         write_entry(staging)
+        if damaged:
+            with suppress(OSError):  # another process has just deleted it
+                delete_folder(folder)
         for _ in range(10):
-            with suppress(OSError):  # the folder exists: it is damaged, or another process has just created it
+            with suppress(OSError):  # another process has just created it
                 publish(staging, folder)
             if (entry := open_entry(folder)) is not None:
                 return entry

@@ -44,12 +44,12 @@ class Chunk:
 
 
 def read_chunks(source: Path, settings: EmbedSettings, max_characters: int) -> Iterator[Chunk]:
-    """Yield the documents in chunks. The same lines give the same chunks.
+    """Yield the documents in chunks. The same lines give the same chunks. The last one may have no documents.
 
     Args:
         max_characters: a chunk ends with the document that reaches this number.
     """
-    number = size = length = 0
+    number = size = length = done = 0
     chunk, digest = Chunk(), blake2b(digest_size=16)
     with source.open("rb") as file:
         for raw in file:
@@ -71,8 +71,8 @@ def read_chunks(source: Path, settings: EmbedSettings, max_characters: int) -> I
             if len(chunk.ids) == DOCUMENTS_PER_CHUNK or length >= max_characters:
                 chunk.lines, chunk.bytes, chunk.digest = number, size, digest.hexdigest()
                 yield chunk
-                chunk, length = Chunk(), 0
-    if chunk.ids or chunk.skipped:
+                chunk, length, done = Chunk(), 0, size
+    if size > done:
         chunk.lines, chunk.bytes, chunk.digest = number, size, digest.hexdigest()
         yield chunk
 

@@ -18,11 +18,12 @@ from ..utils import console
 from ..utils.digests import damaged_file, digest_files
 from ..utils.files import clear_leftovers, delete_folder, read_sealed_json, write_sealed_json
 from ..utils.locks import LOCK, lock_output
+from ..utils.parsing import read_json_object
 from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
 from .document_chunks import CHARACTERS_PER_CHUNK, read_chunks
 from .encode import check_choices, encode
-from .vector_files import FORMATS, Part, Parts, ids_file, import_pyarrow, merge_parts
+from .vector_files import FORMATS, Part, Parts, ids_file, import_pyarrow, is_parts_folder, merge_parts
 
 _SPEED = ("batch_size", "on_error")  # settings that the vectors do not depend on
 
@@ -74,7 +75,7 @@ def _embed(
             skipped += chunk.skipped
             read = {"bytes": chunk.bytes, "digest": chunk.digest}
             if not chunk.ids:
-                continue  # the last lines of the source, all of them skipped
+                continue  # the last lines of the source, skipped or blank
             if not parts.has(number, chunk):
                 progress = partial(_advance, bar, bar.done, chunk.bytes)
                 vectors = encode(loaded.model, chunk.texts, loaded.tokenizer, progress=progress, **kwargs)
@@ -103,7 +104,7 @@ def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) ->
     refusal = f"--out {out} exists already"
     if not record_file(out).is_file():
         raise ValueError(f"{refusal}. Use another name, or delete it.")
-    record = read_sealed_json(record_file(out))
+    record = read_sealed_json(record_file(out), "Use another name, or delete the output.")
     if record.get("settings") != identity:
         raise ValueError(f"{refusal}, of another model or other settings ({record_file(out)}). Use another name.")
     if record["source"] != _digest_source(source):
@@ -144,8 +145,13 @@ def _check_output(out: Path, parts: Path, output: str, pooling: str) -> None:
     for path, kind in ((out, "folder"), (parts, "file")):
         if path.exists() and path.is_dir() == (kind == "folder"):
             raise ValueError(f"--out {out}: {path} is a {kind}. Use another name.")
+    if parts.is_dir() and not is_parts_folder(parts):
+        raise ValueError(f"--out {out}: the folder {parts} holds other files. Use another name, or move it.")
+    record = record_file(out)
+    if record.exists() and read_json_object(record, "Use another name.").get("kind") != "embedding":
+        raise ValueError(f"--out {out}: {record} exists already and is not a record of embed. Use another name.")
     # with a record or a folder of parts, the ids were written by an earlier run of the same output
-    own = record_file(out).exists() or parts.exists()
+    own = record.exists() or parts.exists()
     if out.suffix != ".parquet" and ids_file(out).exists() and not own:
         raise ValueError(f"--out {out}: {ids_file(out)} exists already. Use another name, or delete it.")
     if out.suffix == ".parquet":

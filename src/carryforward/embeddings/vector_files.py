@@ -7,6 +7,7 @@ so a part is complete if its .json file exists.
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..utils.digests import damaged_file, digest_file
-from ..utils.files import atomic_write, clear_leftovers, publish, read_sealed_json, write_sealed_json
+from ..utils.files import atomic_write, clear_leftovers, is_leftover, publish, read_sealed_json, write_sealed_json
 from ..utils.install import install_hint
 from .document_chunks import Chunk
 from .encode import TokenVectors
@@ -39,6 +40,12 @@ def import_pyarrow() -> Any:
     except ImportError as error:
         raise ValueError(f"a .parquet file needs pyarrow: {install_hint('parquet')}") from error
     return pyarrow
+
+
+def is_parts_folder(folder: Path) -> bool:
+    """Whether a folder holds nothing but parts and what killed processes may leave."""
+    own = re.compile(r"settings\.json|part-\d{8}\.(npz|json)")
+    return all(own.fullmatch(path.name) or is_leftover(path) for path in folder.iterdir())
 
 
 class Parts:

@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from ..settings_base import MAX_INTEGER
-from ..utils.files import result_stem, write_json, write_text
-from ..utils.locks import LOCK, lock_output
+from ..utils.files import clear_leftovers, result_stem, write_json, write_text
+from ..utils.locks import lock_output
 from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.parsing import read_json
 from ..utils.plotting import Line, Point, perplexity_figure, save_figure, skip_without_matplotlib
 
 logger = logging.getLogger(__name__)
+_LOCK = ".carryforward.report"  # held for a moment, and not the one of a run that may use the same folder
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -75,7 +76,7 @@ def load(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Result]
     for path in sources:
         if not path.exists():
             raise ValueError(f"{path} does not exist: give result files, or folders that hold some.")
-        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+        for file in _json_files(path) if path.is_dir() else [path]:
             try:
                 results.setdefault(file.resolve(), _read(file))
             except _NotAResultError:
@@ -88,6 +89,12 @@ def load(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Result]
     if not results:
         raise ValueError(f"no result of `carryforward evaluate` in {', '.join(map(str, sources)) or 'no paths'}.")
     return list(results.values())
+
+
+def _json_files(folder: Path) -> list[Path]:
+    """The JSON files under a folder, without those in hidden folders, where files are written."""
+    files = sorted(folder.rglob("*.json"))
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
 
 
 class _NotAResultError(ValueError):
@@ -169,7 +176,8 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
     """Write each result as JSON, named by its model and data, and the report on all results in the folder."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    with lock_output(target / LOCK, target, wait=True):  # several evaluations may share a folder
+    with lock_output(target / _LOCK, target, wait=True):  # several evaluations may share a folder
+        clear_leftovers(target)
         for result in results:
             parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
             name = result_stem(parts, (result["data"], _variant(result), [row["overlap"] for row in result["rows"]]))

@@ -370,6 +370,11 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         The tokenizer that `add_recurrence` was given is saved too.
         """
         check_memory_saved(self)
+        if (Path(save_directory) / checkpoints.RUN_FILE).exists():
+            raise ValueError(
+                f"save_directory={str(save_directory)!r} is the folder of a training run, whose record is of another "
+                "model. Save to another folder."
+            )
         if not kwargs.get("is_main_process", True):
             return super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("push_to_hub"):

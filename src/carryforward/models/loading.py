@@ -203,7 +203,10 @@ def usable_device(name: str | None) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # unknown, or not on this machine
-        reason = str(error).partition("\n")[0]
+        missing = isinstance(error, AssertionError) or "No CUDA" in str(error)
+        reason = (
+            "PyTorch finds no such device here" if missing else str(error).partition("\n")[0].partition(" device")[0]
+        )
         raise ValueError(f"--device {name} cannot be used: {reason.rstrip('.')}. Leave it out, or use cpu.") from error
     return name
 
@@ -318,7 +321,7 @@ def _check_digests(name: str) -> None:
         damage = checkpoints.find_damage(folder)
         if damage is not None:
             raise ValueError(f"model {name!r}: this checkpoint is {damage}. Use another checkpoint of the run.")
-    elif (run := run_of(name)) is not None and run.get("status") == "finished":
+    elif (folder / RUN_FILE).is_file() and (run := run_of(name)) is not None and run.get("status") == "finished":
         file = damaged_file(folder, run.get("files") or {})
         if file is not None:
             raise ValueError(

@@ -82,6 +82,9 @@ class RunFolder:
     def _read(self) -> dict[str, Any]:
         """The record of an earlier call, or a new one. Refuses a folder of something else, and other settings."""
         path = self.folder / RUN_FILE
+        blocked = next((parent for parent in self.folder.absolute().parents if parent.is_file()), None)
+        if blocked is not None:
+            raise ValueError(f"--out {self.folder}: {blocked} is a file, where a folder is needed. Use another folder.")
         if not path.is_file():
             if self.folder.exists() and (not self.folder.is_dir() or not is_vacant(self.folder)):
                 raise ValueError(f"--out {self.folder} exists and is not a run of carryforward. Use another folder.")

@@ -144,7 +144,7 @@ def find_damage(folder: Path) -> str | None:
 
 def _read_seal(folder: Path, key: str) -> dict[str, Any] | None:
     """What the seal records of each file; None if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # other errors do not prove damage
         seal = json.loads((folder / _SEAL).read_bytes())
         if isinstance(seal, dict) and isinstance(seal.get(key), dict) and seal[key]:
             return seal[key]
@@ -154,17 +154,17 @@ def _read_seal(folder: Path, key: str) -> dict[str, Any] | None:
 def list_checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run, complete or not, oldest first."""
     numbered = [(int(match[1]), path) for path in run.glob("checkpoint-*")
-                if (match := re.search(r"-(\d+)$", path.name))]  # fmt: skip
+                if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir()]  # fmt: skip
     return [path for _, path in sorted(numbered)]
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the newest intact checkpoint of a run; warn about incomplete and damaged ones, which are skipped."""
+    """Return the newest intact checkpoint of a run; warn about incomplete and damaged ones after it."""
     for path in reversed(list_checkpoints(run)):
         damage = find_damage(path)
         if damage is None:
             return path
-        logger.warning("%s is %s and is skipped.", path, damage)
+        logger.warning("%s is %s and is made again, from the one before.", path, damage)
     return None
 
 
@@ -177,7 +177,7 @@ def run_of(name: str) -> dict[str, Any] | None:
     """The record of the training run that a model's folder, or the checkpoint's parent folder, belongs to."""
     if name == BUNDLED:
         return None
-    path = Path(name)
+    path = Path(name).absolute()
     is_checkpoint = path.is_dir() and path in list_checkpoints(path.parent)
     for file in (path / RUN_FILE, path.parent / RUN_FILE)[: 1 + is_checkpoint]:
         if file.is_file() and read_sealed_json(file, _WITHOUT_RECORD).get("kind") == "run":

@@ -2,12 +2,35 @@
 """Messages of the commands to the user, on stderr: stdout is for results. Progress bars are in `progress`."""
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from rich.console import Console
 
-stderr = Console(stderr=True, highlight=False)
+
+class _Stderr:
+    """Standard error, whichever it is at the moment. A terminal that is gone does not end the work: it can be saved."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    @property
+    def _file(self) -> Any:
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # rich replaces it while a bar is shown
+
+
+stderr = Console(file=_Stderr(), highlight=False)  # type: ignore[arg-type]
 
 
 def note(message: str) -> None:

@@ -23,12 +23,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .locks import LOCK, try_lock
+from .locks import LOCK, lock_output, try_lock
 from .parsing import read_json_object
 
 _SEAL = "sha256"  # the key of a JSON file's own digest
 _MAX_STEM = 100  # characters of the readable part of a result's file name
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|ready|moving|deleted)")
+_MOVING = ".carryforward.moving"  # the lock that is held while a model is moved into a folder
 SAVING = ".saving"  # where a training run writes a checkpoint: all processes of the run must find it
 
 # The names under which transformers writes weights, whole or in shards, with or without a variant.
@@ -70,7 +71,8 @@ def read_sealed_json(path: Path, remedy: str = "") -> dict[str, Any]:
 
 
 def _json_digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    as_read = json.loads(json.dumps(content))  # keys are strings, tuples are lists
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -105,12 +107,12 @@ def atomic_folder(folder: str | os.PathLike) -> Iterator[Path]:
                 raise ValueError(f"{folder} was written by another process meanwhile. Use another folder.")
             publish(staging, target)
         return
-    finish_replacement(target)
     with staging_folder(target, target.name) as staging:
         yield staging
         _sync_tree(staging)
-        ready = _advance(staging.parent, "ready")  # the lock stays
-        _move_into_place(ready, target)
+        with lock_output(target / _MOVING, target, wait=True):
+            _finish_moves(target)
+            _move_into_place(_advance(staging.parent, "ready"), target)
 
 
 @contextmanager
@@ -142,7 +144,7 @@ def delete_folder(folder: Path) -> None:
     hidden = _hidden(folder.parent, folder.name, "deleted")
     folder.rename(hidden)
     _sync(folder.parent)
-    hidden.unlink() if hidden.is_file() else shutil.rmtree(hidden, ignore_errors=True)
+    _delete(hidden)
 
 
 # --- what killed processes left ------------------------------------------------------------------------------------
@@ -152,33 +154,44 @@ def clear_leftovers(parent: Path, name: str | None = None) -> None:
     """Delete temporary folders in `parent` that killed processes left, of all names or of one."""
     for leftover in _temporaries(parent, ("tmp", "deleted"), name):
         if leftover.suffix == ".deleted":
-            shutil.rmtree(leftover, ignore_errors=True)
+            _delete(leftover)
             continue
         with suppress(OSError):  # without locks, nothing tells whether it is in use
             if (descriptor := try_lock(leftover / LOCK)) is not None:
-                shutil.rmtree(leftover, ignore_errors=True)
-                os.close(descriptor)
+                _delete(leftover, descriptor)
+
+
+def _delete(path: Path, lock: int | None = None) -> None:
+    """Delete a file or folder for good, and release the lock on it."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)  # NFS keeps a deleted file in its folder while it is open
 
 
 def is_vacant(folder: Path) -> bool:
     """Whether a folder holds no files, but for what killed processes may leave."""
-    others = (path for path in folder.iterdir() if path.name not in (LOCK, SAVING))
-    return all(_TEMPORARY.fullmatch(path.name) or (path.is_dir() and is_vacant(path)) for path in others)
+    return all(is_leftover(path) or (path.is_dir() and is_vacant(path)) for path in folder.iterdir())
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a file or folder has a name that only temporary ones have."""
+    return path.name in (LOCK, _MOVING, SAVING) or _TEMPORARY.fullmatch(path.name) is not None
 
 
 def finish_replacement(folder: Path) -> None:
-    """Complete an interrupted `atomic_folder` on an existing folder. Another process at work on it is not disturbed."""
+    """Complete an interrupted `atomic_folder` on an existing folder, if it can be written to."""
+    if _temporaries(folder, ("ready", "moving")):
+        with suppress(PermissionError, ValueError), lock_output(folder / _MOVING, folder, wait=True):
+            _finish_moves(folder)
+
+
+def _finish_moves(folder: Path) -> None:
+    """Move what interrupted processes have left ready. The caller holds the lock: no other process is moving it."""
     for ready in _temporaries(folder, ("ready", "moving")):
-        try:
-            descriptor = try_lock(ready / LOCK)
-        except OSError:
-            _move_into_place(ready, folder)  # no locks here
-            continue
-        if descriptor is not None:
-            try:
-                _move_into_place(ready, folder)
-            finally:
-                os.close(descriptor)
+        _move_into_place(ready, folder)
 
 
 def _move_into_place(ready: Path, folder: Path) -> None:
@@ -225,9 +238,7 @@ def _staging(parent: Path, name: str) -> Iterator[Path]:
     try:
         yield staging
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if descriptor is not None:
-            os.close(descriptor)
+        _delete(staging, descriptor)
 
 
 def _create_staging(parent: Path, name: str) -> tuple[Path, int | None]:
@@ -245,7 +256,12 @@ def _create_staging(parent: Path, name: str) -> tuple[Path, int | None]:
 
 
 def _hidden(parent: Path, name: str, kind: str) -> Path:
-    return parent / f".{name}.{uuid.uuid4().hex[:8]}.{kind}"
+    return parent / f".{_short(name)}.{uuid.uuid4().hex[:8]}.{kind}"
+
+
+def _short(name: str) -> str:
+    """A name that leaves room for a prefix and a suffix: file systems allow 255 bytes."""
+    return os.fsencode(name)[:200].decode("utf-8", "ignore")
 
 
 def _advance(temporary: Path, kind: str) -> Path:
@@ -258,8 +274,9 @@ def _advance(temporary: Path, kind: str) -> Path:
 def _temporaries(parent: Path, kinds: tuple[str, ...], name: str | None = None) -> list[Path]:
     """The temporary folders of some kinds in `parent`, of all names or of one."""
     with os.scandir(parent) as entries:
-        matches = [match for entry in entries if (match := _TEMPORARY.fullmatch(entry.name)) and entry.is_dir()]
-    return [parent / match[0] for match in matches if match["kind"] in kinds and name in (None, match["name"])]
+        matches = [match for entry in entries if (match := _TEMPORARY.fullmatch(entry.name))]
+    own = [match for match in matches if name is None or match["name"] == _short(name)]
+    return [parent / match[0] for match in own if match["kind"] in kinds]
 
 
 def _sync_tree(path: Path) -> None:
@@ -271,7 +288,10 @@ def _sync_tree(path: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Write a file's content, or a folder's list of names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    windows = os.name == "nt"
+    if windows and path.is_dir():
+        return  # folders cannot be opened there
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:

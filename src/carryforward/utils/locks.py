@@ -2,7 +2,8 @@
 """Locks on outputs: while a process works on one, a second process is refused. A lock dies with its process.
 
 A lock is an advisory lock of the operating system (`flock`) on a small file. The file is deleted when the lock is
-released; one that a killed process left is taken over. Where the file system has no such locks, nothing is locked.
+released; one that a killed process left is taken over. (A child that the process has forked holds it too, while it
+lives.) Where the file system has no such locks, nothing is locked.
 """
 
 import os
@@ -16,8 +17,8 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-LOCK = ".lock"  # the file's name in a folder that is locked
-_held: dict[tuple[int, str], int] = {}  # by process and path: how often the process has entered the lock
+LOCK = ".carryforward.lock"  # the file's name in a folder that is locked
+_held: dict[tuple[int, str], list[int | None]] = {}  # by process and path: the descriptor, once for each entry
 
 
 class OutputInUse(ValueError):
@@ -34,14 +35,13 @@ def lock_output(lock: Path, output: Path, *, wait: bool = False) -> Iterator[Non
         wait: wait for the other process instead of raising; for work of a moment.
     """
     key = os.getpid(), os.path.realpath(lock)
-    descriptor = None if key in _held else _acquire(lock, output, wait)
-    _held[key] = _held.get(key, 0) + 1
+    entries = _held.setdefault(key, [])
+    entries.append(entries[0] if entries else _acquire(lock, output, wait))
     try:
         yield
     finally:
-        _held[key] -= 1
-        if not _held[key]:
-            del _held[key]
+        descriptor = entries.pop()
+        if not entries:
             _release(lock, descriptor)
 
 
@@ -53,7 +53,7 @@ def try_lock(path: Path) -> int | None:
     """
     if fcntl is None:
         raise OSError("there are no locks on this system")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):
@@ -98,6 +98,9 @@ def _holder(lock: Path) -> str:
 
 def _release(lock: Path, descriptor: int | None) -> None:
     if descriptor is not None:
-        with suppress(OSError):
-            lock.unlink()  # while it is locked: nobody else can hold this file
-        os.close(descriptor)
+        try:
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(lock)):  # its folder may be another one by now
+                    lock.unlink()  # while it is locked: nobody else can hold this file
+        finally:
+            os.close(descriptor)

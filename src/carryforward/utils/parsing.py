@@ -2,6 +2,7 @@
 """Read JSON and YAML files that may be damaged: whatever they hold, the error is a ValueError that names the file."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def read_yaml(path: Path) -> Any:
     except RecursionError as error:
         raise ValueError(f"{path} is not valid YAML: it is nested too deeply.") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        text = re.sub(r' in "<(byte|unicode) string>"|:\s.*\^$', "", str(error), flags=re.DOTALL)  # without the excerpt
+        raise ValueError(f"{path} cannot be read: {' '.join(text.split())}.") from error
 
 
 def read_bytes(path: Path) -> bytes:

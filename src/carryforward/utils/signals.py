@@ -50,7 +50,8 @@ def raise_interrupts() -> Iterator[None]:
             report(unraisable)
             return
         # from another thread and a moment later: the main thread has then left the place that ignores exceptions
-        timer = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+        number = next(one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN)
+        timer = threading.Timer(0.05, signal.raise_signal, [number])
         timer.daemon = True
         timer.start()
 
