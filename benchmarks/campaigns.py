@@ -49,7 +49,8 @@ def run(cases: str) -> dict[str, Any]:
         counts.touch()
         tests = sorted({str(ROOT / "tests" / f"{file}.py") for file, _ in ROWS.values()})
         environment = os.environ | {"CARRYFORWARD_CAMPAIGNS": cases, "CARRYFORWARD_CAMPAIGNS_OUT": str(counts)}
-        command = [sys.executable, "-m", "pytest", *tests, f"--junitxml={results}", "-o", "faulthandler_timeout=0"]
+        command = [sys.executable, "-m", "pytest", *tests, f"--junitxml={results}", "-o", "faulthandler_timeout=0",
+                   "-n", "2"]  # fmt: skip
         subprocess.run(command, cwd=ROOT, env=environment, check=False)
         recorded = [json.loads(line) for line in counts.read_text().splitlines()]
         found = ElementTree.parse(results).iter("testcase")

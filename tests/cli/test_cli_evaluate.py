@@ -131,7 +131,7 @@ def test_nothing_to_score_and_missing_splits(trained, tmp_path):
         (["--overlap", 12], "overlap=12 must be at least 0 and smaller than the 12"),
         (["--batch-size", 0], "--batch-size 0: it must be at least 1"),
         (["--reset-every", 0], "--reset-every 0: it must be at least 1"),
-        (["--device", "tpu"], "--device tpu cannot be used: Expected one of cpu, cuda"),
+        (["--device", "tpu"], "--device tpu: PyTorch finds no such device here"),
     ],
 )
 def test_evaluations_that_make_no_sense(trained, home, arguments, message):

@@ -306,7 +306,7 @@ def test_what_never_is_a_character_costs_no_more_and_more(what):
         (["--prompt", "a", "--greedy", "--top-k", 3], "--top-k has no effect on greedy decoding"),
         (["--prompt", "a", "--greedy", "--temperature", 1], "--temperature has no effect"),
         (["--prompt", "a", "--dtype", "int8"], "--dtype int8: it must be one of float32, bfloat16, float16"),
-        (["--prompt", "a", "--device", "tpu"], "--device tpu cannot be used"),
+        (["--prompt", "a", "--device", "tpu"], "--device tpu: PyTorch finds no such device here"),
         (["--prompt", "a", "--overlap", WINDOW], "overlap=12 must be at least 0"),
         (["--prompt", "a", "--state-out", "none/here"], "--state-out none/here: there is no such folder"),
         (["--prompt", "a", "--state-out", "/"], "--state-out / is a folder: give the name of a file"),

@@ -203,11 +203,7 @@ def usable_device(name: str | None) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # unknown, or not on this machine
-        missing = isinstance(error, AssertionError) or "No CUDA" in str(error)
-        reason = (
-            "PyTorch finds no such device here" if missing else str(error).partition("\n")[0].partition(" device")[0]
-        )
-        raise ValueError(f"--device {name} cannot be used: {reason.rstrip('.')}. Leave it out, or use cpu.") from error
+        raise ValueError(f"--device {name}: PyTorch finds no such device here. Leave it out, or use cpu.") from error
     return name
 
 

@@ -54,7 +54,9 @@ def read_yaml(path: Path) -> Any:
     except RecursionError as error:
         raise ValueError(f"{path} is not valid YAML: it is nested too deeply.") from error
     except (yaml.YAMLError, ValueError) as error:
-        text = re.sub(r' in "<(byte|unicode) string>"|:\s.*\^$', "", str(error), flags=re.DOTALL)  # without the excerpt
+        text = re.sub(
+            r'\s+in "<(byte|unicode) string>"|:\s.*\^$', "", str(error), flags=re.DOTALL
+        )  # without the excerpt
         raise ValueError(f"{path} cannot be read: {' '.join(text.split())}.") from error
 
 
