@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from measurements import RESULTS, write_section
+from measurements import RESULTS, short, write_section
 
 from carryforward.utils.files import write_json
 from carryforward.utils.markdown import markdown_table
@@ -80,7 +80,7 @@ def _recorded_name(name: str) -> str:
 def table(report: dict[str, Any]) -> str:
     """The table of the page."""
     lines = [[name, f"{row['tried']:,}", f"{row['failed']:,}"] for name, row in report["rows"].items()]
-    where = f"Commit {report['commit'][:7]}, {report['hardware']['cpu']}, `--cases {report['cases']}`"
+    where = f"Commit {short(report['commit'])}, {report['hardware']['cpu']}, `--cases {report['cases']}`"
     return f"{markdown_table(['', 'tried', 'failed'], lines)}\n\n{where} ([JSON](../benchmarks/results/{OUT.name}))."
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measurements import RESULTS, collect_cases, run_case, write_section
+from measurements import RESULTS, collect_cases, run_case, short, write_section
 
 from carryforward.utils.markdown import markdown_table
 from carryforward.utils.provenance import provenance
@@ -119,7 +119,7 @@ def table(report: dict[str, Any]) -> str:
         (f"memory to tokenise a text of {TEXT_MB} MB", f"{cases['tokenising']['peak']:,.0f} MB"),
         ("its first 2,000 tokens", f"{cases['tokenising the beginning']['peak']:,.0f} MB"),
     ]
-    where = f"Commit {report['commit'][:7]}, {report['hardware']['cpu']}, {report['hardware']['cores']} cores"
+    where = f"Commit {short(report['commit'])}, {report['hardware']['cpu']}, {report['hardware']['cores']} cores"
     return f"{markdown_table(['', 'cost'], rows)}\n\n{where} ([JSON](../benchmarks/results/{OUT.name}))."
 
 

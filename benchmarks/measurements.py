@@ -63,6 +63,11 @@ def collect_cases(out: Path, report: dict[str, Any]) -> Iterator[Write]:
         yield add
 
 
+def short(commit: str) -> str:
+    """A commit as tables show it."""
+    return commit[:7] + "-dirty" * commit.endswith("-dirty")
+
+
 def write_section(page: Path, script: str, text: str) -> None:
     """Replace the section of a page that a script of this folder writes."""
     begin, end = f"<!-- written by benchmarks/{script}.py -->", f"<!-- end of {script} -->"

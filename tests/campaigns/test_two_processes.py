@@ -16,7 +16,7 @@ WORK = {
 def held_points(of, part):
     """Operations at which the first process is held: the first and the last one on its work, or all."""
     numbers = of.numbers(part)
-    return numbers if campaigns.full() else [numbers[0], numbers[-1]]
+    return campaigns.thin(numbers) if campaigns.full() else [numbers[0], numbers[-1]]
 
 
 def hold(of, at):
@@ -65,7 +65,7 @@ def test_the_lock_dies_with_its_process(reference, name):
 def test_of_two_that_add_to_one_folder_one_does_it(reference):
     of = reference("add")
     numbers = of.numbers("added")
-    for at in numbers if campaigns.full() else (numbers[0], numbers[-1]):
+    for at in campaigns.thin(numbers) if campaigns.full() else (numbers[0], numbers[-1]):
         first, gate = hold(of, at)
         second = crash.run(of.job)
         gate.open()
