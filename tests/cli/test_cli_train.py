@@ -113,7 +113,7 @@ def test_a_checkpoint_cut_short_is_passed_over(train, interrupted, caplog):
     *_, newest = sorted(train[-1].glob("checkpoint-*"))
     os.truncate(newest / "optimizer.pt", 100)
     assert json.loads(succeed(*train, "--save-tokens", 50, "--json").out)["status"] == "finished"
-    assert f"{newest} is incomplete and is skipped" in caplog.text
+    assert f"{newest} is incomplete and is made again" in caplog.text
 
 
 def test_a_run_does_not_go_on_with_other_data(train, home, tmp_path, monkeypatch):
