@@ -80,10 +80,10 @@ def _user_message(error: Exception, out: Path | None) -> str | None:
 def _write_error(error: Exception) -> str | None:
     """Why a file could not be written; None if that is not what happened."""
     text = str(error)
-    # safetensors and pyarrow name the number in their text, torch.save nothing at all
-    found = re.search(r"os error (\d+)", text) if type(error).__name__ == "SafetensorError" else None
+    # safetensors, tokenizers and pyarrow name the number in their text, torch.save nothing at all
+    found = None if isinstance(error, OSError | ValueError) else re.search(r"os error (\d+)", text)
     number = int(found[1]) if found else getattr(error, "errno", None)
-    if number in _WRITE_ERRORS or (found and number is not None):
+    if number in _WRITE_ERRORS or (found and type(error).__name__ == "SafetensorError" and number is not None):
         return os.strerror(number)
     if "No space left" in text and not isinstance(error, OSError):
         return os.strerror(errno.ENOSPC)

@@ -45,7 +45,7 @@ def open_or_create(
     with ExitStack() as stack:
         try:
             staging = stack.enter_context(staging_folder(folder.parent, folder.name))
-        except OSError as error:
+        except (PermissionError, NotADirectoryError, FileExistsError) as error:
             raise ValueError(
                 f"cache={str(folder.parent)!r} cannot be written to ({error.strerror}). Give another folder, or set "
                 "CARRYFORWARD_CACHE to one."
