@@ -4,6 +4,7 @@
 This module does not know what an entry contains: the caller writes it, and checks that it is intact.
 """
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -55,8 +56,11 @@ def open_or_create(
             with suppress(OSError):  # another process has just deleted it
                 delete_folder(folder)
         for _ in range(10):
-            with suppress(OSError):  # another process has just created it
+            try:
                 publish(staging, folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process has just created it
+                    raise
             if (entry := open_entry(folder)) is not None:
                 return entry
             with suppress(OSError):  # another process has just deleted it
