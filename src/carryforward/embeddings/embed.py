@@ -7,8 +7,8 @@ embedded again. A JSON file beside the output records how it was made.
 """
 
 import dataclasses
+import hashlib
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +121,9 @@ def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) ->
 
 
 def _digest_source(source: Path) -> dict[str, Any]:
-    digest = blake2b(digest_size=16)
+    """The bytes and the digest of the whole source, as its last chunk has them."""
     with source.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
         return {"bytes": file.tell(), "digest": digest.hexdigest()}
 
 

@@ -180,8 +180,8 @@ def run_of(name: str) -> dict[str, Any] | None:
     path = Path(name).absolute()
     is_checkpoint = path.is_dir() and path in list_checkpoints(path.parent)
     for file in (path / RUN_FILE, path.parent / RUN_FILE)[: 1 + is_checkpoint]:
-        if file.is_file() and read_sealed_json(file, _WITHOUT_RECORD).get("kind") == "run":
-            return read_run(file)
+        if file.is_file() and (record := read_sealed_json(file, _WITHOUT_RECORD)).get("kind") == "run":
+            return _checked_run(record, file, _WITHOUT_RECORD)
     return None
 
 
@@ -190,7 +190,10 @@ _WITHOUT_RECORD = "Take it away to use the model without its record."
 
 def read_run(path: Path, remedy: str = _WITHOUT_RECORD) -> dict[str, Any]:
     """The record of a training run. A file that is damaged is refused, with what to do in `remedy`."""
-    record = read_sealed_json(path, remedy)
+    return _checked_run(read_sealed_json(path, remedy), path, remedy)
+
+
+def _checked_run(record: dict[str, Any], path: Path, remedy: str) -> dict[str, Any]:
     settings, circumstances = record.get("settings"), record.get("circumstances", {})
     if record.get("kind") != "run" or not isinstance(settings, dict) or not isinstance(circumstances, dict):
         raise ValueError(f"{path} is not the record of a training run, or damaged. {remedy}")
