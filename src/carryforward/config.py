@@ -21,7 +21,7 @@ from .memories.kinds import MemoryChoice, owner_hint, parse_memory
 
 logger = logging.getLogger(__name__)
 
-_GRADIENT_FIELDS = ("bptt_windows", "keep_windows", "keep_graph", "offload_states")
+_GRADIENT_FIELDS = ("bptt_windows", "block_windows", "keep_windows", "keep_graph", "offload_states")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +37,12 @@ class RecurrenceConfig:
         separator: special tokens between a question and the document, likewise.
         bptt_windows: truncated BPTT: detach the state after every so many windows from the document's start; None never
             does. With 1 every state is detached, and the memory's parameters are not trained at all.
+        block_windows: how many windows of each row run side by side in training, where windows need not wait for each
+            other: with carried keys and values, or without a state. Faster, and memory grows with their number. "auto"
+            chooses as many as memory allows and speed gains from. Without gradients a block has a fixed number of
+            tokens instead.
         keep_windows: how many of a sample's newest windows keep their activations for the backward pass instead of
-            being recomputed: faster, and memory grows with their number. "auto" keeps as many as memory allows. A
-            number is also how many windows of a sample run side by side when training without a state.
+            being recomputed: faster, and memory grows with their number. "auto" keeps as many as memory allows.
         keep_graph: let autograd keep the graph of all windows, as it does for other models: for hooks on gradients and
             other tools that inspect the graph.
         offload_states: keep the states of a sample's windows in host memory between the two passes; for very long
@@ -53,6 +56,7 @@ class RecurrenceConfig:
     suffix: tuple[int, ...] = ()
     separator: tuple[int, ...] = ()
     bptt_windows: int | None = None
+    block_windows: int | Literal["auto"] = "auto"
     keep_windows: int | Literal["auto"] = "auto"
     keep_graph: bool = False
     offload_states: bool = False
@@ -70,6 +74,8 @@ class RecurrenceConfig:
         self._require("overlap", is_int(self.overlap), "an integer of at least 0")
         depth = self.bptt_windows
         self._require("bptt_windows", depth is None or (is_int(depth) and depth >= 1), "None or at least 1")
+        block = self.block_windows
+        self._require("block_windows", block == "auto" or (is_int(block) and block >= 1), 'a number from 1, or "auto"')
         keep = self.keep_windows
         self._require("keep_windows", keep == "auto" or (is_int(keep) and keep >= 0), 'a number from 0, or "auto"')
         for name in ("keep_graph", "offload_states"):

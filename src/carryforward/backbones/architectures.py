@@ -69,31 +69,39 @@ class Architecture:
         """Whether the base model has token types, to tell a question's tokens from the document's."""
         return getattr(config, "type_vocab_size", 0) > 1
 
+    def rotation(
+        self, backbone: Any, distance: int | Tensor, window: int, like: Tensor, num_layers: int
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine by which RoPE keys of each layer are moved `distance` positions back, each [1 or B, L, d].
+
+        Args:
+            distance: one for all rows, or one a row, [B, 1].
+            window: tokens of a window: some models rotate long texts differently.
+            like: a tensor on the device of the keys.
+        """
+        config, rotations = backbone.config, {}
+        types = config.layer_types if self.rotary_by_type else [None] * num_layers
+        back = torch.full((1, 1), distance, device=like.device) if isinstance(distance, int) else distance
+        back = back.to(like.device)
+        # position 0, the new position, and the last one of a window, by which some models choose their frequencies
+        positions = torch.cat([torch.zeros_like(back), -back, torch.full_like(back, window - 1)], dim=1)
+        for layer_type in set(types):
+            cos, sin = backbone.rotary_emb(like.float(), positions, *([layer_type] if self.rotary_by_type else []))
+            rotations[layer_type] = cos[:, 1] / cos[:, 0], sin[:, 1] / cos[:, 0]  # some models scale both
+        cos, sin = (torch.stack([rotations[one][i] for one in types], dim=1) for i in (0, 1))
+        return cos, sin
+
     def rerotate(self, backbone: Any, kv: Tensor, distance: int | Tensor, window: int) -> Tensor:
         """Re-rotate the RoPE keys of all layers, as if they stood `distance` positions further back.
 
         Args:
             kv: keys and values, [B, L, 2, heads, n, d]. Values are returned as they are: rotated by zero, since two
                 branches for keys and values make a kernel that torch's compiler gets wrong (see benchmarks/NOTES.md).
-            distance: one for all rows, or one a row, [B, 1].
-            window: tokens of a window: some models rotate long texts differently.
+            distance, window: as in `rotation`.
         """
-        config, rotations = backbone.config, {}
-        types = config.layer_types if self.rotary_by_type else [None] * kv.shape[1]
-        back = torch.full((1, 1), distance, device=kv.device) if isinstance(distance, int) else distance
-        back = back.to(kv.device)
-        # position 0, the new position, and the last one of a window, by which some models choose their frequencies
-        positions = torch.cat([torch.zeros_like(back), -back, torch.full_like(back, window - 1)], dim=1)
-        for layer_type in set(types):
-            cos, sin = backbone.rotary_emb(kv.float(), positions, *([layer_type] if self.rotary_by_type else []))
-            rotations[layer_type] = cos[:, 1] / cos[:, 0], sin[:, 1] / cos[:, 0]  # some models scale both
-        cos, sin = (torch.stack([rotations[one][i] for one in types], dim=1) for i in (0, 1))  # [1 or B, L, d]
+        cos, sin = self.rotation(backbone, distance, window, kv, kv.shape[1])
         cos, sin = torch.stack([cos, torch.ones_like(cos)], dim=2), torch.stack([sin, torch.zeros_like(sin)], dim=2)
-        cos, sin = cos[:, :, :, None, None], sin[:, :, :, None, None]
-        rotary, rest = kv[..., : cos.shape[-1]], kv[..., cos.shape[-1] :]  # some models rotate a part only
-        half = rotary.shape[-1] // 2
-        swapped = torch.cat([-rotary[..., half:], rotary[..., :half]], dim=-1)
-        return torch.cat([(rotary * cos + swapped * sin).to(kv.dtype), rest], dim=-1)
+        return rotate_keys(kv, cos[:, :, :, None, None], sin[:, :, :, None, None])
 
     def cache_masks(self, config: Any, positions: Tensor, keys: int) -> Any:
         """Attention masks for queries at `positions` [B, n] of a window over the first `keys` places of a cache.
@@ -126,6 +134,14 @@ class Architecture:
         if type(layer) is not nn.Linear or not is_transformers or hooked or patched or logit_cap is not None:
             return None
         return layer
+
+
+def rotate_keys(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate keys [..., d] by angles whose cosine and sine [..., d'] are given; d' < d: only the first d' numbers."""
+    rotary, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]  # some models rotate a part only
+    half = rotary.shape[-1] // 2
+    swapped = torch.cat([-rotary[..., half:], rotary[..., :half]], dim=-1)
+    return torch.cat([(rotary * cos + swapped * sin).to(keys.dtype), rest], dim=-1)
 
 
 def _first_token_head(model: Any, first: Tensor) -> Tensor:

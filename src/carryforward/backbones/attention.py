@@ -19,6 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 KV = tuple[Tensor, Tensor]  # keys and values, each [B, heads, n, d]
+# From a layer's keys and values of all windows of a block to the keys and values that each window sees of its past.
+# Windows that see none come first; the result is that of the others.
+KVLink = Callable[[Tensor, Tensor], KV | None]
 
 
 class AttentionContext:
@@ -26,6 +29,8 @@ class AttentionContext:
 
     Attributes:
         past_kv: keys and values of earlier windows, visible to every query.
+        link: in a block, makes `past_kv` from the windows' own keys and values.
+        num_first: in a block, the first so many windows see no past.
         num_slots: how many of the input's first positions are inserted vectors, not tokens of the window.
         record_kv: whether to record the window's keys and values.
         record_attention: whether to record the attention that queries pay to the carried state.
@@ -33,8 +38,18 @@ class AttentionContext:
         attention_to_state: output: attention weights on everything carried, summed, [B, heads, T].
     """
 
-    def __init__(self, past_kv: KV | None, num_slots: int, record_kv: bool, record_attention: bool = False):
+    def __init__(
+        self,
+        past_kv: KV | None,
+        num_slots: int,
+        record_kv: bool,
+        record_attention: bool = False,
+        link: KVLink | None = None,
+        num_first: int = 0,
+    ):
         self.past_kv = past_kv
+        self.link = link
+        self.num_first = num_first
         self.num_slots = num_slots
         self.record_kv = record_kv
         self.record_attention = record_attention
@@ -99,11 +114,21 @@ def _attend(
         return attend(module, query, key, value, mask, **kwargs)
     if context.record_kv:
         context.window_kv = key[:, :, context.num_slots :], value[:, :, context.num_slots :]
-    output, weights, *rest = _attend_past(attend, module, query, key, value, mask, context.past_kv, **kwargs)
-    if context.record_attention:
-        carried = context.num_slots + (0 if context.past_kv is None else context.past_kv[0].shape[2])  # come first
-        context.attention_to_state = weights[:, :, context.num_slots :, :carried].float().sum(dim=-1)
-    return output, weights, *rest
+    past_kv = context.past_kv if context.link is None else context.link(key, value)
+    groups = [(slice(context.num_first), None), (slice(context.num_first, None), past_kv)]
+    parts, attention = [], []
+    for rows, past in groups if context.num_first else groups[1:]:
+        part_mask = mask if mask is None or len(mask) == 1 else mask[rows]
+        part = _attend_past(attend, module, query[rows], key[rows], value[rows], part_mask, past, **kwargs)
+        parts.append(part)
+        if context.record_attention:
+            carried = context.num_slots + (0 if past is None else past[0].shape[2])  # come first
+            attention.append(part[1][:, :, context.num_slots :, :carried].float().sum(dim=-1))
+    if attention:
+        context.attention_to_state = torch.cat(attention)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([output for output, *_ in parts]), None
 
 
 def _attend_past(

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from transformers import masking_utils
 
 from .architectures import MASKED, Architecture
-from .attention import KV, AttentionContext
+from .attention import KV, AttentionContext, KVLink
 
 
 class HookContext:
@@ -36,6 +36,8 @@ class HookContext:
     Attributes:
         slots: vectors to insert, by layer (counted from 1), each [B, S, k].
         past_kv: keys and values of earlier windows, by layer.
+        links: for a block of windows, by layer: what connects them; see `attention.KVLink`.
+        num_first: in a block, the first so many windows receive nothing.
         record_kv: whether to record the window's keys and values.
         record_attention: whether to record attention to the state (inside `attention.recording_attention`).
         state_columns: in generation, by layer, how many of a cache's first positions belong to the state.
@@ -48,6 +50,8 @@ class HookContext:
     def __init__(self) -> None:
         self.slots: dict[int, Tensor] = {}
         self.past_kv: dict[int, KV] = {}
+        self.links: dict[int, KVLink] = {}
+        self.num_first = 0
         self.record_kv = False
         self.record_attention = False
         self.state_columns: dict[int, int] = {}
@@ -130,12 +134,14 @@ def _enter_layer(number: int, norm: str | None, layer: nn.Module, args: tuple, k
     if number in context.slots:
         hidden = args[0] if args else kwargs["hidden_states"]
         extra["slots"] = _normed(layer, norm, context.slots[number].to(hidden.dtype))
-    has_state = number in context.slots or number in context.past_kv
+    has_state = number in context.slots or number in context.past_kv or number in context.links
     record_attention = context.record_attention and has_state
-    if context.record_kv or number in context.past_kv or record_attention:
+    if context.record_kv or number in context.past_kv or number in context.links or record_attention:
         num_slots = extra["slots"].shape[1] if "slots" in extra else 0
-        past_kv = context.past_kv.get(number)
-        extra["attention_context"] = AttentionContext(past_kv, num_slots, context.record_kv, record_attention)
+        extra["attention_context"] = AttentionContext(
+            context.past_kv.get(number), num_slots, context.record_kv, record_attention,
+            context.links.get(number), context.num_first,
+        )  # fmt: skip
     return args, {**kwargs, **extra}
 
 

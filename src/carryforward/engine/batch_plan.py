@@ -2,8 +2,13 @@
 """From a padded batch, and the state it continues from, to the window batches that run.
 
 Padding is removed first, so that positions count real tokens. Each row then has its own schedule of windows. What runs
-together is a `WindowBatch`: the next window of every row that still has one. Lengths are read from the device once;
-planning is done on the host. A row may have a prefix of its own, such as a question.
+together is a `WindowBatch`: the next window of every row that still has one, or a block of windows of a few rows.
+Lengths are read from the device once; planning is done on the host. A row may have a prefix of its own, such as a
+question.
+
+Blocks hold as many windows as there are places, row by row: all windows of a row, then those of the next. A row is cut
+only if it has more windows than a block has places. Most blocks then need no state from another, and none of them has
+to run twice.
 
 Coordinates: a *token* index counts from the document's start, a *position* from the window's start (prefix included),
 a *column* from the start of the packed row (the unfinished window's first token).
@@ -18,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ..config import RecurrentModelConfig
-from ..memories.base import Dependency
 from ..state import State
 from ..windows import IGNORE, Window, encoder_schedule, schedule
 from .window_batches import WindowBatch
@@ -50,7 +54,7 @@ class BatchPlan:
         final: bool,
         closing: bool,
         use_state: bool,
-        parallel_windows: int,
+        block_windows: int,
         prefixes: Sequence[Sequence[int]] | None,
     ):
         """
@@ -60,9 +64,8 @@ class BatchPlan:
             final: the documents end here (encoders).
             closing: they end here, and their last windows pass on a state even if they are not full.
             use_state: pass states on. Otherwise every window stands alone.
-            parallel_windows: windows of a row that run together if each stands alone and only the loss is needed. Rows
-                with different numbers of windows, and encoders, whose windows have masks, run one window at a time:
-                that keeps the number of shapes small, each of which is captured on a GPU.
+            block_windows: a block has so many places for every row of the call; 1: every window waits for the one
+                before it, and one of each row runs at a time.
             prefixes: the tokens in front of every window of each row, with token types that tell them from the
                 document where the model has some; by default the config's.
         """
@@ -86,9 +89,8 @@ class BatchPlan:
         self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
         self._pack(input_ids, attention_mask, labels)
         self.schedules = [self._schedule(row) for row in range(len(self.read))]
-        dependency = recurrence.dependency if use_state else Dependency.NONE
-        alone = dependency is Dependency.NONE and self.causal and not outputs and len({*map(len, self.schedules)}) == 1
-        self.batches = self._make_batches(parallel_windows if alone else 1)
+        self.block_windows = block_windows
+        self.batches = self._make_blocks(block_windows) if block_windows > 1 else self._make_batches()
 
     # --- packing -----------------------------------------------------------------------------------------------
 
@@ -132,25 +134,59 @@ class BatchPlan:
         sizes = {"prefix": len(self.prefixes[row]), "suffix": len(self.suffix)}
         return list(encoder_schedule(length, window, self.overlap, **sizes, start=start, final=self.final))
 
-    def _make_batches(self, parallel: int) -> list[WindowBatch]:
-        batches, bptt_windows = [], self.config.recurrence.bptt_windows
-        plan = weakref.proxy(self)  # a cycle would keep states alive until the garbage collector runs
-        started = self.initial_state.started.tolist()
-        for step in range(0, max(map(len, self.schedules), default=0), parallel):
-            pairs = [(row, w) for row, windows in enumerate(self.schedules) for w in windows[step : step + parallel]]
+    def _make_batches(self) -> list[WindowBatch]:
+        """One window of each row at a time; apart from the others those that receive no state."""
+        batches, started = [], self.initial_state.started.tolist()
+        for step in range(max(map(len, self.schedules), default=0)):
+            pairs = [(row, windows[step]) for row, windows in enumerate(self.schedules) if step < len(windows)]
             receives = [self.use_state and (step > 0 or started[row]) for row, _ in pairs]
             for has_state in (True, False):
                 group = [pair for pair, received in zip(pairs, receives, strict=True) if received == has_state]
                 if group:
-                    finished = [self.is_finished(row, window) for row, window in group]
-                    number = [window.start // (self.capacities[row] - self.overlap) for row, window in group]
-                    detach = [bptt_windows is not None and n % bptt_windows == 0 for n in number]
-                    width = max(len(self.prefixes[row]) + window.end - window.start for row, window in group)
-                    rows, windows = map(list, zip(*group, strict=True))
-                    batches.append(
-                        WindowBatch(plan, rows, windows, has_state, finished, detach, width + len(self.suffix))
-                    )
+                    batches.append(self._make_batch(group, 0 if has_state else len(group), is_block=False))
         return batches
+
+    def _make_blocks(self, windows_per_row: int) -> list[WindowBatch]:
+        """Blocks with so many places for each row, filled row by row."""
+        places, started = windows_per_row * len(self.schedules), self.initial_state.started.tolist()
+        blocks: list[list[tuple[int, Window]]] = [[]]
+        first: set[tuple[int, Window]] = set()
+        for row, windows in enumerate(self.schedules):
+            pairs = [(row, window) for window in windows]
+            first.update(pairs if not self.use_state else pairs[:1] if not started[row] else [])
+            if len(blocks[-1]) + len(pairs) > places and blocks[-1]:
+                blocks.append([])
+            for begin in range(0, len(pairs), places):
+                if len(blocks[-1]) == places:
+                    blocks.append([])
+                blocks[-1] += pairs[begin : begin + places]
+        ordered = [sorted(block, key=lambda pair: pair not in first) for block in blocks if block]  # stable
+        return [self._make_batch(block, sum(pair in first for pair in block), is_block=True) for block in ordered]
+
+    def _make_batch(self, pairs: list[tuple[int, Window]], num_first: int, is_block: bool) -> WindowBatch:
+        plan = weakref.proxy(self)  # a cycle would keep states alive until the garbage collector runs
+        depth = self.config.recurrence.bptt_windows
+        number = [window.start // (self.capacities[row] - self.overlap) for row, window in pairs]
+        width = max(len(self.prefixes[row]) + window.end - window.start for row, window in pairs)
+        rows, windows = map(list, zip(*pairs, strict=True))
+        return WindowBatch(
+            plan, rows, windows, num_first, is_block,
+            finished=[self.is_finished(row, window) for row, window in pairs],
+            detach=[depth is not None and n % depth == 0 for n in number],
+            width=width + len(self.suffix),
+        )  # fmt: skip
+
+    @property
+    def next_start(self) -> int:
+        """The position of a full window at which the next one starts."""
+        return self.config.recurrence.window - len(self.suffix) - self.overlap
+
+    def continues(self, batch: WindowBatch) -> bool:
+        """Whether a later batch reads the state after this one."""
+        if not batch.is_block:
+            return batch is not self.batches[-1]
+        last = {row: window for row, window in zip(batch.rows, batch.windows, strict=True)}
+        return self.use_state and any(window is not self.schedules[row][-1] for row, window in last.items())
 
     def is_finished(self, row: int, window: Window) -> bool:
         """Whether a window passes on its state: it is full and nothing of it is still to be scored."""
@@ -159,6 +195,10 @@ class BatchPlan:
         full = window.end - window.start == self.capacities[row]
         more = window.end < self.lengths[row]
         return full and (more or not (self.causal or self.final))
+
+    def last_finished(self, row: int) -> Window | None:
+        """The last window of a row that passes on its state."""
+        return next((window for window in reversed(self.schedules[row]) if self.is_finished(row, window)), None)
 
     def closes(self, row: int, window: Window) -> bool:
         """Whether a window is the last of a document that ends here."""

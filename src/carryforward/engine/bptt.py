@@ -8,7 +8,8 @@ state to the window before. The gradients are those of the whole graph.
 Three choices shape the code:
 
 - If windows give out nothing but their loss, the gradient to come is known up to a factor. The second pass then runs at
-  once, inside the forward call, and the first pass needs neither the vocabulary projection nor the last window.
+  once, inside the forward call, and the first pass needs neither the vocabulary projection nor windows whose state no
+  later one reads, such as the last.
   `backward` only multiplies by the factor.
 - Parameters are inputs of one autograd function, so that their gradients leave it once. Accumulating into `.grad`
   window by window would bypass the hooks with which distributed training keeps its ranks equal.
@@ -45,6 +46,14 @@ class Program(Protocol):
 
     def shape_key(self, batch: Any) -> ShapeKey:
         """Batches with the same key need the same activation memory."""
+        ...
+
+    def is_needed(self, batch: Any) -> bool:
+        """Whether a later batch reads the state after this one."""
+        ...
+
+    def add_final_state(self, batch: Any, final: Tensor, state: Tensor) -> Tensor:
+        """Replace those rows of the state after the last batch that this one wrote last, by the state after it."""
         ...
 
     def accumulated_gradients(self) -> Sequence[Tensor | None]:
@@ -233,18 +242,18 @@ class _TwoPassRecompute:
         self.final_state = torch.empty(0)
 
     def first_pass(self, state: Tensor) -> tuple[list[Outputs], Tensor]:
-        """Store the state before each window. Only windows that keep their activations run with a graph. The last
-        window does not run if only the loss is needed and its graph is not kept."""
+        """Store the state before each window. Only windows that keep their activations run with a graph. If only the
+        loss is needed, windows whose state is not do not run."""
         settings, results = self.settings, []
         batches = settings.program.batches
         keepable = self._keepable()
         for i in range(len(batches)):
             self.states.append(self._stored(state))
+            if settings.loss_only and not settings.program.is_needed(batches[i]):
+                continue
             kept = self._run_and_keep(i, state) if keepable[i] and not settings.budget.exhausted else None
             if kept is not None:
                 outputs, state = kept
-            elif settings.loss_only and i == len(batches) - 1:
-                break
             else:
                 outputs, state = settings.run(i, state, with_outputs=not settings.loss_only)
             results.append(outputs)
@@ -301,8 +310,9 @@ class _TwoPassRecompute:
                     outputs, outgoing = self.settings.run(i, incoming)
                 if precompute:
                     self.loss = self.loss + outputs[0].detach()
-                    if i == len(self.states) - 1:
-                        self.final_state = outgoing.detach()
+                    is_last, state = i == len(batches) - 1, outgoing.detach()
+                    add = self.settings.program.add_final_state
+                    self.final_state = state if is_last else add(batches[i], self.final_state, state)
                 upstream = self._upstream(of_outputs, i, len(outputs))
                 self._backward_through(gradients, incoming, outputs, outgoing, upstream)
         accumulated = self.settings.program.accumulated_gradients()  # buffers of our own already

@@ -48,7 +48,8 @@ def run_windows(
     if policy.sharded and outputs is None:
         program.pad_to_longest_rank()
     # Without states to pass on, windows run once, in the second pass.
-    budget.keep = recurrence.keep_windows if plan.use_state or outputs is not None else 0
+    keep = recurrence.keep_windows if plan.use_state or outputs is not None else 0
+    budget.keep = keep if keep == "auto" else keep // plan.block_windows  # window batches
     unroll = bptt.UnrollSettings(
         program=program,
         parameters=policy.trainable,

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WindowBatch`: windows of several rows that run as one batch, with the tensors they read and are scored on.
+"""`WindowBatch`: windows that run as one batch, with the tensors they read and are scored on, and how they are linked.
 
 Causal windows are padded on the right without a mask, since no real position sees the padding. Encoder windows get
 prefix, suffix and mask. `batch_plan` has the coordinates: tokens, positions and columns.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..memories.links import WindowLinks
 from ..windows import IGNORE, Span, Window
 
 if TYPE_CHECKING:
@@ -20,14 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class WindowBatch:
-    """Windows that run as one batch: of different rows, or several of a row if they are independent.
+    """Windows that run as one batch: one of each row, or a block, which may hold several of a row side by side.
 
     Attributes:
         plan: the call they belong to.
-        rows, windows: the row and the window of each.
-        has_state: whether these rows receive a state (a document's first window does not).
-        finished: for each row, whether the window is complete and passes on a state.
-        detach: for each row, whether truncated BPTT detaches the state it receives.
+        rows, windows: the row and the window of each. Those of a row are in order, and without a gap.
+        num_first: the first so many receive no state: documents' first windows, or all if there is no state.
+        is_block: windows of a row stand side by side.
+        finished: for each window, whether it is complete and passes on a state.
+        detach: for each window, whether truncated BPTT detaches the state it receives.
         width: positions of the longest window, special tokens included.
         output_rows, output_positions: which outputs the call returns, if any (`select_outputs`).
         first_output: the first such position; the last position if there is none, since outputs have a shape.
@@ -36,7 +39,8 @@ class WindowBatch:
     plan: "BatchPlan"
     rows: list[int]
     windows: list[Window]
-    has_state: bool
+    num_first: int
+    is_block: bool
     finished: list[bool]
     detach: list[bool]
     width: int
@@ -55,6 +59,30 @@ class WindowBatch:
             self.plan.send_indices()
         assert self._indices is not None
         return self._indices
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any of the windows receives a state."""
+        return self.num_first < len(self.rows)
+
+    @cached_property
+    def entering(self) -> list[int]:
+        """The rows whose state enters: those whose first window here is not their document's first."""
+        if not self.is_block:
+            return self.rows if self.has_state else []
+        started = {*self.rows[: self.num_first]}
+        return [row for row in dict.fromkeys(self.rows[self.num_first :]) if row not in started]
+
+    @cached_property
+    def leaving(self) -> dict[int, int]:
+        """In a block, by row whose state leaves: the last window that is finished."""
+        return {row: i for i, (row, finished) in enumerate(zip(self.rows, self.finished, strict=True)) if finished}
+
+    @property
+    def final_rows(self) -> list[int]:
+        """In a block, the rows whose states leave for good: no later window passes one on."""
+        leaving = self.leaving if self.is_block else {}
+        return [row for row, i in leaving.items() if self.windows[i] is self.plan.last_finished(row)]
 
     @property
     def masked(self) -> bool:
@@ -165,20 +193,55 @@ class WindowBatch:
         return rows, positions, (column + row * width)[selected]
 
     def state_spans(self) -> dict[Span, list[int]]:
-        """The positions that finished windows make their state of, each span with its rows in this batch.
+        """The positions that finished windows make their state of, each span with its windows in this batch.
 
         Neither prefix nor suffix are pooled. The state runs as far ahead of the next window, if there is one, as it did
         in training, where the overlap may have been another (footnote 3). Rows with prefixes of their own share a span:
-        full windows end at the same position.
+        full windows end at the same position. In a block only the last finished window of a row has a state that
+        leaves; all of them are full.
         """
         plan = self.plan
         spans: dict[Span, list[int]] = {}
-        for i, (row, window) in enumerate(zip(self.rows, self.windows, strict=True)):
-            if self.finished[i]:
-                start, closes = len(plan.prefixes[row]), plan.closes(row, window)
-                end = start + window.end - window.start
-                stop = end if closes else start + plan.config.recurrence.pooled(end - start, plan.overlap)
-                begin = None if plan.has_row_prefixes and not closes else start
-                span = Span(begin, stop, end if closes else end - plan.overlap)
-                spans.setdefault(span, []).append(i)
+        windows = sorted(self.leaving.values()) if self.is_block else [i for i, one in enumerate(self.finished) if one]
+        for i in windows:
+            row, window = self.rows[i], self.windows[i]
+            start, closes = len(plan.prefixes[row]), plan.closes(row, window)
+            end = start + window.end - window.start
+            stop = end if closes else start + plan.config.recurrence.pooled(end - start, plan.overlap)
+            begin = None if plan.has_row_prefixes and not closes else start
+            span = Span(begin, stop, end if closes else end - plan.overlap)
+            spans.setdefault(span, []).append(i)
         return spans
+
+    def links(self) -> WindowLinks | None:
+        """How the windows of a block follow each other; None if none receives or passes on a state."""
+        plan, first = self.plan, self.num_first
+        if not self.is_block or not plan.use_state or not (self.has_state or self.leaving):
+            return None
+        latest, beginning = ({row: -1 - i for i, row in enumerate(self.entering)} for _ in range(2))
+        detached = dict.fromkeys(self.rows, False)  # by row, whether a window so far has detached what it received
+        previous, firsts, detach_first, last = [], [], [], {}
+        for i, (row, detach) in enumerate(zip(self.rows, self.detach, strict=True)):
+            if i < first:
+                beginning[row] = i
+            else:
+                detached[row] |= detach
+                previous.append(latest[row])
+                firsts.append(beginning[row])
+                detach_first.append(detached[row])
+            latest[row] = i
+            last[i] = beginning[row], detached[row]
+        leaving = sorted(self.leaving.values())
+        columns = [
+            previous, firsts, self.detach[first:], detach_first,
+            leaving, [last[i][0] for i in leaving], [last[i][1] for i in leaving],
+        ]  # fmt: skip
+        numbers = plan.index([int(number) for column in columns for number in column])  # one transfer
+        parts = numbers.split([len(column) for column in columns])
+        flags = [part.bool() if any(detach_first) else None for part in (parts[2], parts[3], parts[6])]
+        return WindowLinks(
+            num_first=first, next_start=plan.next_start, start=None if plan.has_row_prefixes else len(plan.prefixes[0]),
+            previous=parts[0], first=parts[1], last=parts[4], last_first=parts[5],
+            detach=flags[0], detach_first=flags[1], last_detach_first=flags[2],
+            prefix_lengths=self.indices[2] if plan.has_row_prefixes else None,
+        )  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine asks of a model: run one window. `WindowInputs` go in, `WindowOutputs` come out."""
+"""What the engine asks of a model: run one window batch. `WindowInputs` go in, `WindowOutputs` come out."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..config import RecurrentModelConfig
 from ..memories.collection import Memories
+from ..memories.links import WindowLinks
 from ..windows import Span
 from .activation_budget import ShapeKey
 
@@ -25,14 +26,16 @@ class WindowInputs:
     Attributes:
         ids, mask: tokens [b, n] and, where an encoder needs one, the attention mask.
         prefix_lengths, token_types: if rows have their own prefixes, their lengths [b, 1] and the token types [b, n].
-        state: the flat state that enters, [b, m]; None in a document's first window.
+        state: the flat state that enters, [b, m]; None in a document's first window. With links, [R, m].
+        links: in a block, how its windows follow each other; None: every window receives its own row of the state.
         targets: the labels of positions from `start` on, [b, n - start].
         start: the first position whose output is needed.
         outputs: whether the outputs of positions from `start` on are needed.
         record_attention: whether outputs are followed by the attention paid to the state, for each layer that the state
             enters, [b, heads, n].
         chunked_loss: whether the loss may be computed from the output projection's weight, chunk by chunk.
-        spans: a state is made of each of these position ranges.
+        spans: a state is made of each of these position ranges; in a block there is one at most.
+        depth: windows of a row that stand side by side, as far as rows have that many.
         shape_key: windows with the same key need the same activation memory.
     """
 
@@ -41,12 +44,14 @@ class WindowInputs:
     prefix_lengths: Tensor | None = None
     token_types: Tensor | None = None
     state: Tensor | None = None
+    links: WindowLinks | None = None
     targets: Tensor | None = None
     start: int = 0
     outputs: bool = False
     record_attention: bool = False
     chunked_loss: bool = True
     spans: tuple[Span, ...] = ()
+    depth: int = 1
     shape_key: ShapeKey = ()
 
     def copy(self) -> "WindowInputs":
@@ -54,7 +59,7 @@ class WindowInputs:
         tensors: dict[str, Any] = {
             name: value.detach().clone() for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, **tensors)
+        return replace(self, links=None if self.links is None else self.links.copy(), **tensors)
 
 
 class WindowModel(Protocol):

@@ -82,13 +82,15 @@ class WindowProgram(bptt.Program):
         window = WindowInputs(
             *batch.inputs(),
             *batch.prefix_inputs(),
-            state=self._incoming(batch, state),
+            state=self._entering(batch, state),
+            links=batch.links(),
             targets=targets,
             start=start,
             outputs=with_outputs and self.outputs is not None,
             record_attention=self.outputs is not None and self.outputs.record_attention,
             chunked_loss=not self.policy.sharded,
             spans=tuple(spans),
+            depth=self.plan.block_windows,
             shape_key=self.shape_key(batch),
         )
         outputs, new_states = self.run_window(window, state)
@@ -98,20 +100,31 @@ class WindowProgram(bptt.Program):
             state = self._updated(batch, state, new, rows)
         return outputs, state
 
-    def _incoming(self, batch: WindowBatch, state: Tensor) -> Tensor | None:
-        """The state that the batch's rows receive, [b, m]."""
-        if not batch.has_state:
-            return None
-        plan, all_rows = self.plan, len(batch.rows) == len(state)
-        incoming = state if all_rows else state.index_select(0, plan.index(batch.rows))
-        if any(batch.detach):
-            incoming = torch.where(plan.index(batch.detach)[:, None], incoming.detach(), incoming)
-        return incoming
+    def is_needed(self, batch: WindowBatch | None) -> bool:
+        return batch is not None and self.plan.continues(batch)
 
-    def _updated(self, batch: WindowBatch, state: Tensor, new: Tensor, finished: list[int]) -> Tensor:
-        """The state of all rows after the finished windows of a batch."""
-        if len(finished) == len(state):
-            return new
+    def add_final_state(self, batch: WindowBatch | None, final: Tensor, state: Tensor) -> Tensor:
+        rows = [] if batch is None else batch.final_rows
+        if not rows:
+            return final
+        index = self.plan.index(rows)
+        return final.index_copy(0, index, state.index_select(0, index))
+
+    def _entering(self, batch: WindowBatch, state: Tensor) -> Tensor | None:
+        """The state that enters, [R, m]; unless in a block, one row for each window."""
+        if not batch.entering:
+            return None
         plan = self.plan
-        rows = plan.index([batch.rows[i] for i in finished])
-        return state.index_copy(0, rows, new.index_select(0, plan.index(finished)))
+        entering = state if batch.entering == [*range(len(state))] else state.index_select(0, plan.index(batch.entering))
+        if any(batch.detach) and not batch.is_block:  # in a block, links detach
+            entering = torch.where(plan.index(batch.detach)[:, None], entering.detach(), entering)
+        return entering
+
+    def _updated(self, batch: WindowBatch, state: Tensor, new: Tensor, windows: list[int]) -> Tensor:
+        """The state of all rows after these windows of a batch have passed on theirs: of a block only these, [W, m]."""
+        rows = [batch.rows[i] for i in windows]
+        if rows == [*range(len(state))]:
+            return new
+        if not batch.is_block:
+            new = new.index_select(0, self.plan.index(windows))
+        return state.index_copy(0, self.plan.index(rows), new)

@@ -27,7 +27,11 @@ from ..backbones.architectures import Architecture, architecture_of
 from ..backbones.attention import KV
 from ..backbones.hooks import HookContext
 from ..windows import Span
+from .links import WindowLinks
 
+# Cosine and sine that move the keys of each layer a distance back, each [1 or B, L, d]: one distance for all rows, or
+# one a row, [B, 1].
+Rotation = Callable[[int | Tensor], tuple[Tensor, Tensor]]
 # Re-rotates keys [B, L, heads, n, d] as if they stood a distance further back: one for all rows, or one a row, [B, 1].
 Rerotate = Callable[[Tensor, int | Tensor], Tensor]
 
@@ -234,6 +238,19 @@ class Memory(nn.Module):
 
     def read(self, state: Tensor, context: HookContext) -> None:
         """Add what a window receives to the hooks' context."""
+        raise NotImplementedError
+
+    def read_block(self, state: Tensor | None, context: HookContext, links: WindowLinks, rotation: Rotation) -> None:
+        """As `read`, for a block: connect its windows, if they depend on each other through keys and values of the same
+        layer (`Dependency.SAME_LAYER_KV`).
+
+        Args:
+            state: the rows that enter the block, [R, *shape]; None if there are none.
+        """
+        raise NotImplementedError
+
+    def write_block(self, context: HookContext) -> Tensor:
+        """The states that leave a block, [W, *shape], after it ran with this context."""
         raise NotImplementedError
 
     def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:

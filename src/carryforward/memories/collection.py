@@ -15,7 +15,8 @@ from ..backbones.architectures import Architecture
 from ..backbones.attention import KV
 from ..backbones.hooks import HookContext
 from ..windows import Span
-from .base import Memory, MemoryConfig, Rerotate, WindowRecord
+from .base import Memory, MemoryConfig, Rerotate, Rotation, WindowRecord
+from .links import WindowLinks
 
 StateByKind = dict[str, Tensor]  # the state of each memory, [B, *shape]
 
@@ -90,6 +91,17 @@ class Memories(nn.Module):
         """Add what a window receives to the hooks' context."""
         for kind, memory in self.items():
             memory.read(state[kind], context)
+
+    def read_block(
+        self, state: StateByKind | None, context: HookContext, links: WindowLinks, rotation: Rotation
+    ) -> None:
+        """Connect the windows of a block; see `Memory.read_block`."""
+        for kind, memory in self.items():
+            memory.read_block(None if state is None else state[kind], context, links, rotation)
+
+    def write_block(self, context: HookContext) -> Tensor:
+        """The flat states that leave a block, [W, m]."""
+        return torch.cat([memory.write_block(context).flatten(1) for memory in self], dim=1)
 
     def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:
         """Where learned positions of a window with a state are; None where the base model counts by itself."""

@@ -9,7 +9,7 @@ Shapes: B rows, L layers, heads with keys of size d, S carried positions: sinks,
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from ..backbones.architectures import Architecture
 from ..backbones.hooks import HookContext
 from ..presets import DEFAULT_SINKS, MAX_DEFAULT_WINDOW
 from ..windows import Span
-from .base import Dependency, Memory, MemoryConfig, WindowCost, WindowRecord, WindowSize, is_int
+from .base import Dependency, Memory, MemoryConfig, Rotation, WindowCost, WindowRecord, WindowSize, is_int
+from .kv_links import LayerLink, LearnedLink, RotaryLink, select_positions
+from .links import WindowLinks
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,42 @@ class KVMemory(Memory):
         for layer, (keys, values) in enumerate(pairs, start=1):
             context.add_past_kv(layer, (keys, values))
 
+    def read_block(self, state: Tensor | None, context: HookContext, links: WindowLinks, rotation: Rotation) -> None:
+        """Connect the windows of a block in every layer."""
+        context.num_first = links.num_first
+        entering = [None] * self.shape[0] if state is None else state.unbind(1)
+        for layer, moves in enumerate(self._moves(links, rotation)):
+            link: type[LayerLink] = RotaryLink if self.position_offsets is None else LearnedLink
+            context.links[layer + 1] = link(
+                links, entering[layer], self.sinks, self.recent, self.like.dtype, **moves
+            )  # fmt: skip
+
+    def write_block(self, context: HookContext) -> Tensor:
+        links = [context.links[layer] for layer in self.layers()]
+        return torch.stack([link.leaving.to(self.like.device) for link in links], dim=1)  # type: ignore[attr-defined]
+
+    def _moves(self, links: WindowLinks, rotation: Rotation) -> list[dict[str, Any]]:
+        """For each layer, how keys and values are moved from their window to where the next one sees them."""
+        start, begin = links.starts, links.next_start - self.recent
+        if self.position_offsets is None:
+            recent, sinks = rotation(links.next_start - start), rotation(self.carried)
+            return [
+                {"recent_rotation": (recent[0][:, layer], recent[1][:, layer]),
+                 "sink_rotation": (sinks[0][:, layer], sinks[1][:, layer])}
+                for layer in range(self.shape[0])
+            ]  # fmt: skip
+        to = start + self.sinks
+        at = [(to, begin), (to, begin + self.carried)]
+        if isinstance(to, Tensor):  # each window has its own prefix
+            at = [(to[: links.num_first], begin), (to[links.num_first :], begin + self.carried)]
+        first, other = (
+            select_positions(self.position_offsets, there, self.recent)
+            - select_positions(self.position_offsets, here, self.recent)
+            for there, here in at
+        )
+        shifts = zip(first.unbind(-5), other.unbind(-5), strict=True)
+        return [{"first_shift": a, "other_shift": b} for a, b in shifts]
+
     def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:
         """Learned positions: the prefix keeps its own, all others move behind what is carried."""
         if self.position_offsets is None:
@@ -189,24 +227,10 @@ class KVMemory(Memory):
         # A window with a state stands behind the carried positions. (Rotary windows always count as if they did.)
         behind = 0 if not has_state and self.position_offsets is not None else self.carried
         # One stack of all layers: the state is large, and every pass over it costs time.
-        tensors = [_select(x, begin, count).to(self.like.device) for pair in record.window_kv for x in pair]
+        tensors = [select_positions(x, begin, count).to(self.like.device) for pair in record.window_kv for x in pair]
         pairs = torch.stack(tensors, dim=1).unflatten(1, (-1, 2))
         position = begin + behind
         if self.position_offsets is None:
             return record.rerotate(pairs.to(self.like.dtype), position - to)
-        there, here = (_select(self.position_offsets, at, count) for at in (to, position))
+        there, here = (select_positions(self.position_offsets, at, count) for at in (to, position))
         return (pairs + (there - here)).to(self.like.dtype)
-
-
-def _select(x: Tensor, begin: int | Tensor, count: int) -> Tensor:
-    """`count` positions of [..., T, d] from `begin` on.
-
-    With a beginning for each row, [B, 1]: of each row of keys or values [B, heads, T, d], or, for each row, of position
-    offsets [L, 2, heads, T, d].
-    """
-    if isinstance(begin, int):
-        return x[..., begin : begin + count, :]
-    index = begin.to(x.device) + torch.arange(count, device=x.device)  # [B, count]
-    if x.ndim > 4:
-        return x[..., index, :].movedim(-3, 0)
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -31,6 +31,7 @@ from ..engine.graph_cache import FastPath, GraphCache
 from ..engine.run_policy import is_sharded
 from ..engine.window_model import WindowInputs, WindowOutputs
 from ..engine.window_program import OutputSpec
+from ..memories.base import Dependency
 from ..memories.collection import Memories
 from ..state import State
 from ..utils import checkpoints
@@ -140,12 +141,10 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         argument_checks.check_mask(attention_mask, input_ids)
         argument_checks.check_tokens(input_ids, attention_mask, state, final)
         labels = argument_checks.check_labels(labels, input_ids)
-        # Without a state, windows whose activations fit in memory together also run together.
-        keep = recurrence.keep_windows
         plan = BatchPlan(
             self.config, input_ids, attention_mask, labels, state,
             overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
-            parallel_windows=max(keep, 1) if keep != "auto" and torch.is_grad_enabled() else 1,
+            block_windows=1 if closing else self._windows_side_by_side(len(input_ids), use_state, outputs),
             prefixes=prefixes,
         )  # fmt: skip
         argument_checks.check_vocabulary(input_ids, attention_mask, self._vocabulary)
@@ -158,6 +157,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             )
         argument_checks.check_classes(labels, attention_mask, self._num_classes)
         return plan
+
+    def _windows_side_by_side(self, rows: int, use_state: bool, outputs: bool) -> int:
+        recurrence = self.config.recurrence
+        if use_state and recurrence.dependency > Dependency.SAME_LAYER_KV:
+            return 1
+        n = recurrence.block_windows
+        return n if isinstance(n, int) else 3
 
     def _run(self, plan: BatchPlan, outputs: OutputSpec | None) -> tuple[list[bptt.Outputs], Tensor]:
         """Run the windows: their outputs (None: the summed loss), and the flat state after them, [B, m].
@@ -212,6 +218,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         else:
             self.backbone(**inputs)
         layer_outputs, window_kv = context.take_layer_outputs(), context.take_window_kv()
+        if window.links is not None:
+            return outputs, (self.memory.write_block(context),) if window.spans else ()
         states = (
             self.memory(layer_outputs, window_kv, span, previous, self.rerotate, window.prefix_lengths)
             for span in window.spans
@@ -224,23 +232,35 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         context.record_attention = window.record_attention
         if self.memory.records_kv:
             attention.use_wrapped_attention(self.backbone.config)
-            context.record_kv = bool(window.spans)
+            context.record_kv = bool(window.spans) and window.links is None
         inputs: dict[str, Any] = {
             "input_ids": ids, "attention_mask": window.mask, "hook_context": context, "return_dict": True,
         }  # fmt: skip
         if window.token_types is not None:
             inputs["token_type_ids"] = window.token_types
-        state = None
-        if window.state is not None:
-            state = self.memory.unflatten(window.state)
+        state = None if window.state is None else self.memory.unflatten(window.state)
+        if window.links is not None:
+            self.memory.read_block(state, context, window.links, self.rotation)
+        elif state is not None:
             self.memory.read(state, context)
-            prefix = len(self.config.recurrence.prefix) if window.prefix_lengths is None else window.prefix_lengths
-            positions = self.memory.shift_positions(torch.arange(ids.shape[1], device=ids.device)[None], prefix)
+        if context.links or state is not None:
+            positions = self._shifted_positions(window, context.num_first)
             if positions is not None:
                 inputs["position_ids"] = self.config.architecture.position_ids(self.backbone.config, positions)
         if self.config.architecture.causal:
             inputs["use_cache"] = False
         return context, state, inputs
+
+    def _shifted_positions(self, window: WindowInputs, num_first: int) -> Tensor | None:
+        """The positions of a window batch [1 or b, n], the first windows of which receive nothing; None where the base
+        model counts by itself."""
+        rows, width = window.ids.shape
+        prefix = len(self.config.recurrence.prefix) if window.prefix_lengths is None else window.prefix_lengths
+        positions = torch.arange(width, device=window.ids.device)[None]
+        shifted = self.memory.shift_positions(positions, prefix)
+        if shifted is None or not num_first:
+            return shifted
+        return torch.cat([positions.expand(num_first, -1), shifted.expand(rows, -1)[num_first:]])
 
     def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         """What the head's output is made of, as in `WindowOutputs`; positions count from `start` on."""
@@ -258,6 +278,11 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def rerotate(self, kv: Tensor, distance: int | Tensor) -> Tensor:
         """Re-rotate keys as if they stood `distance` positions further back; see `Architecture.rerotate`."""
         return self.config.architecture.rerotate(self.backbone, kv, distance, self.config.recurrence.window)
+
+    def rotation(self, distance: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine that move the keys of each layer `distance` positions back; see `Architecture.rotation`."""
+        window, layers = self.config.recurrence.window, self.config.base_config.num_hidden_layers
+        return self.config.architecture.rotation(self.backbone, distance, window, self.memory.like, layers)
 
     # --- state, vocabulary, speed --------------------------------------------------------------------------------
 

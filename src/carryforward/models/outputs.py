@@ -79,8 +79,13 @@ def max_over_windows(plan: BatchPlan, first_tokens: list[Tensor]) -> Tensor | No
     batch, before = len(plan.read), plan.initial_state.summary
     parts = []
     for window_batch, vectors in zip(plan.batches, first_tokens, strict=True):
-        lowest = vectors.new_full((batch, vectors.shape[1]), -torch.inf)
-        parts.append(lowest.index_copy(0, plan.index(window_batch.rows).to(vectors.device), vectors))
+        remaining = list(enumerate(window_batch.rows))
+        while remaining:  # one window of each row at a time
+            last = {row: i for i, row in remaining}
+            lowest = vectors.new_full((batch, vectors.shape[1]), -torch.inf)
+            rows, windows = (plan.index([*x]).to(vectors.device) for x in (last, last.values()))
+            parts.append(lowest.index_copy(0, rows, vectors.index_select(0, windows)))
+            remaining = [(i, row) for i, row in remaining if last[row] != i]
     if before is not None:
         parts.append(before.to(parts[0].device if parts else before.device))
     return torch.stack(parts).amax(dim=0) if parts else None

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the windows of a block follow each other.
+
+A block is a batch of windows in which a window may stand beside the one before it. If windows depend on each other only
+through keys and values of the same layer, all of them pass a layer together, and each takes what it receives from its
+neighbour in the same call. The index tensors here say which window that is.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WindowLinks:
+    """The links of a block of P windows, with R rows of a state that enters it and W windows that pass one on.
+
+    A *source* is a window of the block, counted from 0, or row r of the entering state, written as -1 - r.
+
+    Attributes:
+        num_first: the first so many windows, F, are documents' first windows: they receive nothing.
+        next_start: in every window that another one follows, the position at which that one starts.
+        start: the first document position of every window; None: after its own prefix.
+        previous: for each window after the first ones, the source of its recent positions, [P - F].
+        first: likewise, the source of its document's first positions, [P - F]: one of the first windows, or the state.
+        last: the windows whose states leave the block, [W].
+        last_first: for each of these, the source of its document's first positions, [W].
+        detach: truncated BPTT: for each window after the first ones, whether recent positions are detached, [P - F].
+        detach_first: likewise for its document's first positions: some window on the way to it detaches them.
+        last_detach_first: likewise for the states that leave, [W].
+        prefix_lengths: where windows have prefixes of their own, their lengths, [P, 1].
+    """
+
+    num_first: int
+    next_start: int
+    start: int | None
+    previous: Tensor
+    first: Tensor
+    last: Tensor
+    last_first: Tensor
+    detach: Tensor | None = None
+    detach_first: Tensor | None = None
+    last_detach_first: Tensor | None = None
+    prefix_lengths: Tensor | None = None
+
+    @property
+    def starts(self) -> int | Tensor:
+        """The first document position of the windows: one for all, or each one's, [P, 1]."""
+        if self.start is not None:
+            return self.start
+        assert self.prefix_lengths is not None, "the start is left to each window's prefix"
+        return self.prefix_lengths
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The index tensors by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def copy(self) -> "WindowLinks":
+        """The same with tensors of its own."""
+        copies: dict[str, Any] = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        return dataclasses.replace(self, **copies)
+
+    def shape(self) -> tuple[Any, ...]:
+        """What must be equal for the same code to run with other index tensors."""
+        shapes = ((name, tuple(tensor.shape)) for name, tensor in self.tensors().items())
+        return self.num_first, self.next_start, self.start, *shapes
+
+
+def gather_sources(windows: Tensor, state: Tensor | None, sources: Tensor) -> Tensor:
+    """Of windows [n, ...] and rows of a state [R, ...], those that sources name; see `WindowLinks`."""
+    everything = windows if state is None else torch.cat([windows, state.to(windows)])
+    sources = sources.to(windows.device)
+    return everything.index_select(0, torch.where(sources >= 0, sources, len(windows) - 1 - sources))
+
+
+def detached_where(x: Tensor, detach: Tensor | None) -> Tensor:
+    """x [n, ...], detached in the rows that `detach` [n] names."""
+    if detach is None:
+        return x
+    return torch.where(detach.to(x.device).reshape(-1, *[1] * (x.ndim - 1)), x.detach(), x)
