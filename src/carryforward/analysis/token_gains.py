@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from .. import windows
 from ..backbones.attention import recording_attention
@@ -183,11 +184,13 @@ class _AttentionMean:
         self.tokens = 0
 
     def add(self, scored: ScoredWindows) -> None:
-        predicted = scored.targets[0] >= 0
+        if not scored.attention:
+            return
+        predicted = (scored.targets >= 0) & torch.tensor(scored.has_state, device=scored.targets.device)[:, None]
         for layer, weights in scored.attention.items():
-            total = weights[0][:, predicted.to(weights.device)].double().sum(dim=-1).cpu().numpy()
+            total = (weights.double() * predicted[:, None].to(weights.device)).sum(dim=(0, 2)).cpu().numpy()
             self.total[layer - 1] = np.nan_to_num(self.total[layer - 1]) + total
-        self.tokens += int(predicted.sum()) if scored.attention else 0
+        self.tokens += int(predicted.sum())
 
     def mean(self) -> np.ndarray:
         return self.total / self.tokens

@@ -2,7 +2,7 @@
 """Contextual embeddings of whole documents: a vector per token, per window or per document, as NumPy arrays.
 
 Each document is read once, window by window, and the state is carried from window to window. Documents of similar
-length share a batch, and a call reads a few windows of each. Memory therefore depends neither on the length of the
+length share a batch, and a call reads a few windows. Memory therefore depends neither on the length of the
 documents nor, for document vectors, on the number of tokens.
 """
 
@@ -189,7 +189,7 @@ def _read(
     lengths = [len(token_ids) for token_ids in ids]
 
     def read(piece: Piece, state: State | None) -> RecurrentOutput:
-        batch = pad([torch.from_numpy(ids[i][piece.start : piece.stop]) for i in piece.documents])
+        batch = pad([torch.from_numpy(ids[i][a:b]) for i, (a, b) in zip(piece.documents, piece.spans, strict=True)])
         kwargs: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
         kwargs |= {"state": state, "overlap": overlap, "use_state": use_state, "final": piece.final}
         return RecurrentOutput(state=model.advance_state(**kwargs)) if states_only else model(**kwargs)
@@ -198,10 +198,10 @@ def _read(
     stride = recurrence.window - len(recurrence.prefix) - len(recurrence.suffix) - overlap
     for piece, out in stream_documents(
         read, lengths, stride=stride, overlap=overlap, windows_per_call=windows_per_call, batch_size=batch_size,
-        separate_final=True,
+        separate_final=True, block_windows=model.block_size.windows(model, 1, use_state=use_state, logits=False),
     ):  # fmt: skip
         assert out.state is not None
-        counts = [min(lengths[i], piece.stop) - piece.start for i in piece.documents]
+        counts = [b - a for a, b in piece.spans]
         vectors = [np.empty(0)] * len(counts) if states_only else _unpad(out, counts)
         for row, i in enumerate(piece.documents):
             yield i, counts[row], vectors[row], out.state[[row]]

@@ -45,9 +45,8 @@ class ActivationBudget:
         self.exhausted = False
         if self.keep != "auto":
             return [i < self.keep for i in range(len(shapes))]
-        reserved = RESERVED_BYTES * sum(parameter.numel() for parameter in parameters)
         # Captured buffers count as available: between two windows they hold nothing that is needed.
-        self._share = MEMORY_SHARE.get(device.type, 0.0) * (available_memory(device) - reserved)
+        self._share = usable_memory(parameters, device)
         left = self._share - self._buffer_bytes
         free, keep = self._free_buffers.copy(), []
         for shape in shapes:
@@ -112,19 +111,32 @@ class ActivationBudget:
         if self.keep != "auto" or shape in self._sizes:
             yield
             return
-        weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        sizes: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_sizes(parameters) as sizes:
             yield
         if sizes:
             self._sizes[shape] = sum(sizes.values())
+
+
+@contextlib.contextmanager
+def saved_sizes(parameters: Iterable[nn.Parameter]) -> Iterator[dict[int, int]]:
+    """Yield a dictionary of what autograd saves inside, weights excepted: bytes by address."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+def usable_memory(parameters: Iterable[nn.Parameter], device: torch.device) -> float:
+    """Bytes that activations may take: a share of what is free once gradients and the optimizer's averages exist."""
+    reserved = RESERVED_BYTES * sum(parameter.numel() for parameter in parameters)
+    return MEMORY_SHARE.get(device.type, 0.0) * (available_memory(device) - reserved)
 
 
 def available_memory(device: torch.device) -> int:

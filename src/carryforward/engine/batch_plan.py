@@ -185,7 +185,7 @@ class BatchPlan:
         """Whether a later batch reads the state after this one."""
         if not batch.is_block:
             return batch is not self.batches[-1]
-        last = {row: window for row, window in zip(batch.rows, batch.windows, strict=True)}
+        last = dict(zip(batch.rows, batch.windows, strict=True))
         return self.use_state and any(window is not self.schedules[row][-1] for row, window in last.items())
 
     def is_finished(self, row: int, window: Window) -> bool:

@@ -162,6 +162,9 @@ class CapturedForward:
             buffer, values = getattr(self.buffers, name), getattr(window, name)
             if buffer is not None:
                 buffer[:rows, : values.shape[1]].copy_(values)
+        if self.buffers.links is not None and window.links is not None:  # of the same shape: `graph_cache` has checked
+            for name, indices in window.links.tensors().items():
+                getattr(self.buffers.links, name).copy_(indices)
         if self.buffers.mask is not None:
             padding, visible = self.buffers.mask[:rows, width:], self.buffers.mask[:rows, :width]
             padding.zero_()

@@ -121,9 +121,10 @@ class GraphCache:
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         optional = (window.state, window.targets, window.prefix_lengths, window.token_types)
         absent = tuple(tensor is None for tensor in optional)
-        key = (session.training, *autocast, with_gradients, *absent, window.outputs, window.start)
+        links = None if window.links is None else window.links.shape()
+        key = (session.training, *autocast, with_gradients, *absent, links, window.outputs, window.start)
         shape = (*key, *window.ids.shape, window.mask is None, window.spans)
-        self._seen[shape] += 1
+        self._seen[shape] += window.depth
         self._largest = max(self._largest, window.ids.numel())
         # The compiler's time pays for few shapes, and not for the many of a ragged batch.
         at_once = self.path == "compiled" and window.ids.numel() == self._largest
@@ -144,7 +145,7 @@ class GraphCache:
                     self._misses[similar] = 0
         if graph is None:
             return session.eager(window, state)
-        self._replays += 1
+        self._replays += window.depth
         return graph(window, state, session.lasting)
 
     def disable(self, reason: str) -> None:

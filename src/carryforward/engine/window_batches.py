@@ -7,7 +7,7 @@ prefix, suffix and mask. `batch_plan` has the coordinates: tokens, positions and
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -220,7 +220,10 @@ class WindowBatch:
             return None
         latest, beginning = ({row: -1 - i for i, row in enumerate(self.entering)} for _ in range(2))
         detached = dict.fromkeys(self.rows, False)  # by row, whether a window so far has detached what it received
-        previous, firsts, detach_first, last = [], [], [], {}
+        previous: list[int] = []
+        firsts: list[int] = []
+        detach_first: list[bool] = []
+        last: dict[int, tuple[int, bool]] = {}
         for i, (row, detach) in enumerate(zip(self.rows, self.detach, strict=True)):
             if i < first:
                 beginning[row] = i
@@ -232,7 +235,7 @@ class WindowBatch:
             latest[row] = i
             last[i] = beginning[row], detached[row]
         leaving = sorted(self.leaving.values())
-        columns = [
+        columns: list[list[Any]] = [
             previous, firsts, self.detach[first:], detach_first,
             leaving, [last[i][0] for i in leaving], [last[i][1] for i in leaving],
         ]  # fmt: skip

@@ -80,6 +80,10 @@ class WindowModel(Protocol):
         """Run one window: everything that happens on the device, and no decision that depends on data."""
         ...
 
+    def probe_outputs(self, ids: Tensor) -> dict[str, Any]:
+        """The fields of `WindowInputs` with which windows of these tokens compute what training needs of them."""
+        ...
+
     def run_empty(self) -> Tensor:
         """A scalar 0 that depends on all weights: for a rank of a sharded run that has no window left."""
         ...

@@ -115,7 +115,9 @@ class WindowProgram(bptt.Program):
         if not batch.entering:
             return None
         plan = self.plan
-        entering = state if batch.entering == [*range(len(state))] else state.index_select(0, plan.index(batch.entering))
+        entering = (
+            state if batch.entering == [*range(len(state))] else state.index_select(0, plan.index(batch.entering))
+        )
         if any(batch.detach) and not batch.is_block:  # in a block, links detach
             entering = torch.where(plan.index(batch.detach)[:, None], entering.detach(), entering)
         return entering

@@ -116,6 +116,7 @@ def perplexity(
             windows_per_sample = reset_every or WINDOWS_PER_CALL
             losses = _score_samples(model, documents, overlap, windows_per_sample, batch_size, use_state)
         else:
+            assert isinstance(model, RecurrentPreTrainedModel)
             losses = _score_documents(model, documents, overlap, batch_size)
         nats, tokens = torch.zeros((), dtype=torch.float64), 0
         for nll_sum, scored in losses:
@@ -196,7 +197,7 @@ def _score_samples(
 
 
 def _score_documents(
-    model: PreTrainedModel, documents: Sequence[Any], overlap: int, batch_size: int
+    model: RecurrentPreTrainedModel, documents: Sequence[Any], overlap: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int]]:
     """Score whole documents with a state that is carried from the first window to the last. Yields what
     `_score_windows` does."""
@@ -204,17 +205,17 @@ def _score_documents(
 
     def read(piece: Piece, state: State | None) -> RecurrentOutput:
         # a later piece's first token is a target too: it is predicted from the state
-        score_from = max(piece.start, 1)
-        batch = collate([make_sample(documents[i], piece.start, piece.stop, score_from) for i in piece.documents])
-        return model(**_to_device(batch, model.device), state=state, overlap=overlap)
+        parts = zip(piece.documents, piece.spans, strict=True)
+        samples = [make_sample(documents[i], start, stop, max(start, 1)) for i, (start, stop) in parts]
+        return model(**_to_device(collate(samples), model.device), state=state, overlap=overlap)
 
     stride = model.config.recurrence.window - overlap
     for piece, out in stream_documents(
         read, lengths, stride=stride, overlap=overlap, windows_per_call=WINDOWS_PER_CALL, batch_size=batch_size,
-        min_length=2,
+        min_length=2, block_windows=model.block_size.windows(model, 1, use_state=True, logits=False),
     ):  # fmt: skip
         assert out.nll_sum is not None, "labels were given"
-        yield out.nll_sum, sum(min(lengths[i], piece.stop) - max(piece.start, 1) for i in piece.documents)
+        yield out.nll_sum, sum(stop - max(start, 1) for start, stop in piece.spans)
 
 
 def _batches(

@@ -34,12 +34,14 @@ class ScoredWindows:
         documents: the index of each window's document.
         logits: at n positions, [b, n, V], in float32.
         targets: the token after each position, [b, n]; -100 if another window scores it, or there is none.
+        has_state: whether each window received a state.
         attention: by layer that receives a state, the attention paid to it at these positions, [b, heads, n]; empty if
-            attention is not recorded or the windows have no state.
+            attention is not recorded or no window has a state.
     """
 
     documents: list[int]
     windows: list[Window]
+    has_state: list[bool]
     logits: Tensor
     targets: Tensor
     attention: dict[int, Tensor] = field(default_factory=dict)
@@ -87,7 +89,9 @@ def score(
     def read(rows: list[int]) -> None:
         batch = collate([make_sample(documents[i], 0, len(documents[i]), 0) for i in rows])
         ids, mask, labels = (batch[name].to(model.device) for name in ("input_ids", "attention_mask", "labels"))
-        plan = model._plan(ids, mask, labels, None, overlap=overlap, use_state=use_state, outputs=False, final=False)
+        plan = model._plan(
+            ids, mask, labels, None, overlap=overlap, use_state=use_state, outputs=False, final=False, logits=True
+        )
 
         def make(batch: WindowBatch, logits: Tensor, *attention: Tensor) -> bptt.Outputs:
             start = batch.first_scored
@@ -95,7 +99,9 @@ def score(
             targets = batch.targets(start).to(logits.device)
             layers = model.memory.layers if attention else []
             by_layer = {layer: weights[:, :, start:] for layer, weights in zip(layers, attention, strict=True)}
-            consume(ScoredWindows([rows[row] for row in batch.rows], batch.windows, logits, targets, by_layer))
+            has_state = [i >= batch.num_first for i in range(len(batch.rows))]
+            indices = [rows[row] for row in batch.rows]
+            consume(ScoredWindows(indices, batch.windows, has_state, logits, targets, by_layer))
             progress(batch.num_scored)
             return ()
 

@@ -10,6 +10,7 @@ keys of size d; K recent positions, then S carried positions in all: sinks, then
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..backbones.architectures import rotate_keys
 from ..backbones.attention import KV
@@ -47,6 +48,7 @@ class LayerLink:
     def _receive(self, x: Tensor, side: int) -> tuple[Tensor, Tensor]:
         """What windows see of their past, and what leaves the block, of keys (side 0) or values (side 1)."""
         links, entering = self.links, None if self.state is None else self.state[:, side]
+        x = pad(x, (0, 0, 0, max(links.next_start - x.shape[2], 0)))  # windows that are all short: no one receives it
         recent = x[:, :, links.next_start - self.recent : links.next_start]
         recent = self._move_recent(recent.to(self.dtype), side)
         entering_recent = None if entering is None else entering[:, :, self.sinks :]

@@ -27,11 +27,11 @@ from ..data import tokenization
 from ..engine import bptt, run_windows
 from ..engine.activation_budget import ActivationBudget
 from ..engine.batch_plan import BatchPlan
+from ..engine.block_size import BlockSize
 from ..engine.graph_cache import FastPath, GraphCache
 from ..engine.run_policy import is_sharded
 from ..engine.window_model import WindowInputs, WindowOutputs
 from ..engine.window_program import OutputSpec
-from ..memories.base import Dependency
 from ..memories.collection import Memories
 from ..state import State
 from ..utils import checkpoints
@@ -88,6 +88,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         hooks.install(self.backbone, architecture)
         self.graph_cache = GraphCache()
         self.activation_budget = ActivationBudget()
+        self.block_size = BlockSize()
         self._fingerprint = checkpoints.CachedFingerprint()
         self.post_init()
 
@@ -112,11 +113,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         closing: bool = False,
         prefixes: Sequence[Sequence[int]] | None = None,
         labelled: bool = False,
+        logits: bool = False,
         allow_other_model: bool = False,
     ) -> BatchPlan:
         """Check a call's arguments and cut its documents into windows.
 
         Args:
+            logits: windows give out logits, even if the call does not return them.
             labelled: the call has labels, even if `labels` (those of tokens) is None.
         """
         for name, flag in (("use_state", use_state), ("final", final), ("allow_other_model", allow_other_model)):
@@ -141,10 +144,12 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         argument_checks.check_mask(attention_mask, input_ids)
         argument_checks.check_tokens(input_ids, attention_mask, state, final)
         labels = argument_checks.check_labels(labels, input_ids)
+        logits = logits or (outputs and not self._capturable_outputs)
+        block_windows = self.block_size.windows(self, len(input_ids), use_state=use_state, logits=logits)
         plan = BatchPlan(
             self.config, input_ids, attention_mask, labels, state,
             overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
-            block_windows=1 if closing else self._windows_side_by_side(len(input_ids), use_state, outputs),
+            block_windows=1 if closing else block_windows,
             prefixes=prefixes,
         )  # fmt: skip
         argument_checks.check_vocabulary(input_ids, attention_mask, self._vocabulary)
@@ -157,13 +162,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             )
         argument_checks.check_classes(labels, attention_mask, self._num_classes)
         return plan
-
-    def _windows_side_by_side(self, rows: int, use_state: bool, outputs: bool) -> int:
-        recurrence = self.config.recurrence
-        if use_state and recurrence.dependency > Dependency.SAME_LAYER_KV:
-            return 1
-        n = recurrence.block_windows
-        return n if isinstance(n, int) else 3
 
     def _run(self, plan: BatchPlan, outputs: OutputSpec | None) -> tuple[list[bptt.Outputs], Tensor]:
         """Run the windows: their outputs (None: the summed loss), and the flat state after them, [B, m].
@@ -269,6 +267,9 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
         """The summed loss of a window's positions from `window.start` on."""
         raise NotImplementedError
+
+    def probe_outputs(self, ids: Tensor) -> dict[str, Any]:
+        return {"outputs": True}
 
     def run_empty(self) -> Tensor:
         """A scalar 0 that depends on the weights: a sharded rank without windows must take part in gathering them."""

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read whole documents in batches, a few windows per call, and carry the state from call to call.
 
-Memory depends on the batch size and the windows per call, not on the length of the documents.
+Memory depends on the windows and documents per call, not on the length of the documents. Where windows wait for each
+other, a call reads a few windows of several documents. Where they run side by side, it reads a block of one document,
+or what is left of several.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,25 +13,26 @@ from ..data.samples import batch_by_length
 from ..state import State
 from .outputs import RecurrentOutput
 
+Read = Callable[["Piece", State | None], RecurrentOutput]
+
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, stop) of B documents, read in one call.
+    """What one call reads of B documents.
 
     Attributes:
         documents: the index of each row's document, B of them.
-        start, stop: the token range; a document may end before `stop`.
+        spans: for each row, the tokens [start, stop) of its document.
         final: whether all of these documents end in this piece.
     """
 
     documents: list[int]
-    start: int
-    stop: int
+    spans: list[tuple[int, int]]
     final: bool
 
 
 def stream_documents(
-    read: Callable[[Piece, State | None], RecurrentOutput],
+    read: Read,
     lengths: Sequence[int],
     *,
     stride: int,
@@ -38,8 +41,9 @@ def stream_documents(
     batch_size: int,
     min_length: int = 1,
     separate_final: bool = False,
+    block_windows: int = 1,
 ) -> Iterator[tuple[Piece, RecurrentOutput]]:
-    """Read documents of similar length in one batch, piece by piece; rows leave the batch when their document ends.
+    """Read documents, the longest first, piece by piece.
 
     Args:
         read: runs the model on a piece. It receives the state of the piece's rows (None at the start of the documents)
@@ -47,17 +51,23 @@ def stream_documents(
         lengths: tokens of each document.
         stride: tokens from the start of a window to the start of the next.
         overlap: tokens that consecutive windows share.
-        windows_per_call: windows of each document in a piece.
+        windows_per_call: windows of each document in a piece, where windows wait for each other.
         batch_size: documents in a batch.
         min_length: documents with fewer tokens are skipped.
         separate_final: read the rows that end in a call of their own, before the others, for models that must be told
-            with `final` that documents end. By default rows that end and rows that continue share a call.
+            with `final` that documents end. By default rows that end and rows that continue share a call. With blocks
+            they never do.
+        block_windows: windows that run side by side; 1 if they wait for each other.
 
     Yields:
-        Each piece and the output of its call, in order. The documents of a batch are complete before the next batch
-        starts.
+        Each piece and the output of its call. The pieces of a document come in order.
     """
-    for documents in batch_by_length(lengths, batch_size, min_length):
+    batches = batch_by_length(lengths, batch_size, min_length)
+    if block_windows > 1:
+        documents = [i for batch in batches for i in batch]
+        yield from _stream_blocks(read, lengths, documents, stride, overlap, block_windows, batch_size)
+        return
+    for documents in batches:
         state: State | None = None
         start, stop = 0, windows_per_call * stride + overlap + 1  # a window is complete once the next token is known
         while documents:
@@ -65,11 +75,45 @@ def stream_documents(
             continuing = [row for row, i in enumerate(documents) if lengths[i] > stop]
             for rows in (ending, continuing) if separate_final else ([*range(len(documents))],):
                 if rows:
-                    piece = Piece([documents[row] for row in rows], start, stop, final=rows == ending)
+                    chosen = [documents[row] for row in rows]
+                    piece = Piece(chosen, [(start, min(lengths[i], stop)) for i in chosen], final=rows == ending)
                     out = read(piece, _select(state, rows))
                     yield piece, out
             documents, state = [documents[row] for row in continuing], _select(out.state, continuing)
             start, stop = stop, stop + windows_per_call * stride
+
+
+def _stream_blocks(
+    read: Read, lengths: Sequence[int], documents: list[int], stride: int, overlap: int, block: int, batch_size: int
+) -> Iterator[tuple[Piece, RecurrentOutput]]:
+    """Read each document alone, a full block at a time, and the ends of several together."""
+    for is_new in (False, True):  # ends of long documents have a state, short documents have none
+        ends: list[tuple[int, int, State | None]] = []  # document, first token, state
+        for i in documents:
+            start, stop, state = 0, block * stride + overlap + 1, None
+            if (lengths[i] <= stop) != is_new:
+                continue
+            while lengths[i] > stop:
+                piece = Piece([i], [(start, stop)], final=False)
+                out = read(piece, state)
+                yield piece, out
+                start, stop, state = stop, stop + block * stride, out.state
+            windows = sum(-(-(lengths[j] - begin) // stride) for j, begin, _ in (*ends, (i, start, state)))
+            if ends and (windows > block or len(ends) == batch_size):
+                yield _read_ends(read, lengths, ends)
+                ends = []
+            ends.append((i, start, state))
+        if ends:
+            yield _read_ends(read, lengths, ends)
+
+
+def _read_ends(
+    read: Read, lengths: Sequence[int], ends: list[tuple[int, int, State | None]]
+) -> tuple[Piece, RecurrentOutput]:
+    """Read what is left of documents, all of which have a state, or none."""
+    piece = Piece([i for i, *_ in ends], [(start, lengths[i]) for i, start, _ in ends], final=True)
+    states = [state for *_, state in ends if state is not None]
+    return piece, read(piece, State.cat(states) if states else None)
 
 
 def _select(state: State | None, rows: list[int]) -> State | None:

@@ -12,6 +12,7 @@ from ..engine.loss import nll_sum as window_nll
 from ..engine.window_batches import WindowBatch
 from ..engine.window_model import WindowInputs
 from ..engine.window_program import OutputSpec
+from ..windows import IGNORE
 from .base import RecurrentPreTrainedModel
 from .outputs import OutputLayout, scatter_outputs
 
@@ -30,6 +31,9 @@ class TokenOutputModel(RecurrentPreTrainedModel):
 
     def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         return (self._token_outputs(inputs, start, inputs["input_ids"].shape[1]),)
+
+    def probe_outputs(self, ids: Tensor) -> dict[str, Any]:
+        return {"targets": torch.full_like(ids, IGNORE)}
 
     def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
         assert window.targets is not None
