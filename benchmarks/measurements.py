@@ -112,6 +112,10 @@ class Report:
         if show:
             print(json.dumps(row), flush=True)
 
+    def drop(self, name: str, shape: str) -> None:
+        """Remove an earlier row that others replace."""
+        self.record["rows"] = [r for r in self.record["rows"] if (r["row"], r["shape"]) != (name, shape)]
+
 
 def differences(earlier: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Differences in hardware, versions and shapes that both reports have, as text."""
