@@ -103,13 +103,18 @@ class Report:
     def __exit__(self, *exception: Any) -> bool | None:
         return self.file.__exit__(*exception)
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: dict[str, Any], show: bool = True) -> None:
         """Add a row in place of an earlier one with the same name, shape, batch and windows, and write the file."""
         key = ("row", "shape", "batch", "windows")
         others = [r for r in self.record["rows"] if any(r.get(k) != row.get(k) for k in key)]
         self.record["rows"] = [*others, {"commit": self.commit, **row}]
         self.write(self.record)
-        print(json.dumps(row))
+        if show:
+            print(json.dumps(row), flush=True)
+
+    def drop(self, name: str, shape: str) -> None:
+        """Remove an earlier row that others replace."""
+        self.record["rows"] = [r for r in self.record["rows"] if (r["row"], r["shape"]) != (name, shape)]
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of other packages with models of the same shape. Packages that are not installed are skipped with a message.
+"""Speed of other packages and other attention with models of the same shape. Packages not installed are skipped.
 
 pip install recurrent-memory-transformer-pytorch lm-eval      # carryforward itself does not need them
 python benchmarks/peers.py                                    # writes results/peers-cpu.json
-python benchmarks/peers.py --device cuda                      # Longformer only, with the widths of GPT-2 small
+python benchmarks/peers.py --device cuda                      # Longformer and sliding-window attention, 6 minutes
+python benchmarks/peers.py --device cuda --only sliding --lengths 4096
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -16,13 +18,14 @@ from typing import Any
 
 import torch
 from measurements import RESULTS, Report
-from steps import SHAPES, autocast, recurrent, recurrent_step, time_interleaved
+from sliding_window import compare
+from steps import SHAPES, autocast, free, recurrent, recurrent_step, time_interleaved
 
 SHAPE = SHAPES["bundled"]
 BATCH, WINDOWS = 4, 8
 
 
-def recurrent_memory_transformer(report: Report) -> None:
+def recurrent_memory_transformer(report: Report, device: str = "cpu") -> None:
     """A training step over the same number of windows, one memory token; activations recomputed, and kept."""
     from recurrent_memory_transformer_pytorch import RecurrentMemoryTransformer, RecurrentMemoryTransformerWrapper
 
@@ -55,7 +58,7 @@ def recurrent_memory_transformer(report: Report) -> None:
     report.add({"row": "peer: training step", "shape": "bundled", "batch": BATCH, "windows": WINDOWS, "sides": times})
 
 
-def rolling_likelihood(report: Report) -> None:
+def rolling_likelihood(report: Report, device: str = "cpu") -> None:
     """lm-eval's rolling log-likelihood of documents with a plain model, and ours with the same windows."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -81,50 +84,96 @@ def rolling_likelihood(report: Report) -> None:
 
 
 def longformer(report: Report, device: str = "cpu") -> None:
-    """Hidden states of documents of 4,096 tokens: windows with a state, and local attention of the same width."""
+    """Vectors of texts of 4,096 tokens, from text to array: our `encode`, and local attention of the same width."""
     from transformers import BertConfig, BertModel, LongformerConfig, LongformerModel
 
-    from carryforward import add_recurrence
+    from carryforward import add_recurrence, encode
 
     torch.manual_seed(0)
-    name, batch = ("gpt2-small", 8) if device == "cuda" else ("bundled", 1)
+    name, batch, length = ("gpt2-small", 8, 4096) if device == "cuda" else ("bundled", 1, 4096)
     shape = SHAPES[name]
     common: dict[str, Any] = {
         "vocab_size": shape["vocab_size"], "hidden_size": shape["n_embd"], "num_hidden_layers": shape["n_layer"],
         "num_attention_heads": shape["n_head"], "intermediate_size": 4 * shape["n_embd"],
     }  # fmt: skip
-    theirs = LongformerModel(LongformerConfig(**common, max_position_embeddings=4098, attention_window=256)).eval()
-    bert = BertModel(BertConfig(**common), add_pooling_layer=False)
-    ours = add_recurrence(bert, preset="paper", window=256, prefix=(), suffix=()).eval()
-    ids = torch.randint(5, shape["vocab_size"], (batch, 4096), device=device)
-    sides = {"Longformer": partial(theirs.to(device), ids), "ours": partial(ours.to(device), ids)}
+    config = LongformerConfig(**common, max_position_embeddings=length + 2, attention_window=256)
+    theirs = LongformerModel(config, add_pooling_layer=False).eval().to(device)
+    tokenizer = number_tokenizer(shape["vocab_size"])
+    ids = torch.randint(5, shape["vocab_size"], (batch, length)).tolist()
+    texts = [" ".join(map(str, row)) for row in ids]
+    measured_on = torch.randint(5, shape["vocab_size"], (1, 128 * 384)).tolist()  # position offsets
+
+    def recurrent_bert(path: str, **fields: Any) -> Any:
+        bert = BertModel(BertConfig(**common), add_pooling_layer=False)
+        model = (
+            add_recurrence(bert, window=256, prefix=(), suffix=(), documents=measured_on, **fields).eval().to(device)
+        )
+        model.fast_path = path
+        return model
+
+    models = {
+        "ours, pooled vector": recurrent_bert("auto", preset="paper"),
+        "ours, keys and values": recurrent_bert("auto"),
+    }
+    if device == "cuda":
+        models["ours, keys and values, compiled"] = recurrent_bert("compiled")
+
+    def local_attention() -> Any:
+        read = torch.tensor(tokenizer(texts)["input_ids"], device=device)
+        return theirs(read).last_hidden_state.float().mean(dim=1).cpu().numpy()
+
+    sides: dict[str, Callable[[], Any]] = {"Longformer": local_attention}
+    sides |= {side: partial(encode, model, texts, tokenizer, batch_size=batch) for side, model in models.items()}
     with torch.inference_mode(), autocast(device):
         for side in sides.values():
-            side()
-        times = time_interleaved(sides, 5, ids.numel(), device)
+            for _ in range(4 if device == "cuda" else 1):
+                assert side().shape == (batch, shape["n_embd"])
+        times = time_interleaved(sides, 5, batch * length, device)
     report.add({"row": "peer: encoding 4,096 tokens", "shape": name, "batch": batch, "windows": None, "sides": times})
+
+
+def number_tokenizer(vocabulary: int) -> Any:
+    """A tokenizer whose words are the numbers of its tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {"[UNK]": 0} | {str(number): number for number in range(1, vocabulary)}
+    words = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+
+
+# With the package that each needs, and the devices it runs on. On one H200: longformer 1 minute, sliding 5.
+PEERS: dict[str, tuple[str, Callable[[Report, str], None], tuple[str, ...]]] = {
+    "rmt": ("recurrent_memory_transformer_pytorch", recurrent_memory_transformer, ("cpu",)),
+    "lm-eval": ("lm_eval", rolling_likelihood, ("cpu",)),
+    "longformer": ("transformers", longformer, ("cpu", "cuda")),
+    "sliding": ("transformers", compare, ("cpu", "cuda")),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", nargs="+", choices=PEERS, help="measure these rows only")
+    parser.add_argument("--lengths", nargs="+", type=int, help="of texts, for sliding")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/peers-DEVICE.json)")
-    arguments = parser.parse_args()
-    peers: dict[str, Callable[[Report], None]] = {
-        "recurrent_memory_transformer_pytorch": recurrent_memory_transformer,
-        "lm_eval": rolling_likelihood,
-        "transformers": longformer,
-    }
-    if arguments.device == "cuda":
-        peers = {"transformers": partial(longformer, device="cuda")}
-    missing = [package for package in peers if find_spec(package) is None]
-    out = arguments.out or RESULTS / f"peers-{arguments.device}.json"
-    with Report(out, arguments.device, SHAPES, whole=not missing) as report:
-        for package, peer in peers.items():
-            if package in missing:
+    args = parser.parse_args()
+    chosen = [name for name in args.only or PEERS if args.device in PEERS[name][2]]
+    missing = [name for name in chosen if find_spec(PEERS[name][0]) is None]
+    out = args.out or RESULTS / f"peers-{args.device}.json"
+    with Report(out, args.device, SHAPES, whole=not missing and not args.only and not args.lengths) as report:
+        for name in chosen:
+            package, peer, _ = PEERS[name]
+            begin = time.perf_counter()
+            if name in missing:
                 print(f"{package} is not installed: skipped", file=sys.stderr)
+            elif name == "sliding":
+                compare(report, args.device, args.lengths)
             else:
-                peer(report)
+                peer(report, args.device)
+            free(args.device)
+            print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 Every comparison times its sides in turns and reports the median, the slowest and the fastest of several rounds. The
 plain model is as fast as possible: compiled as a whole, captured as CUDA graphs, without attention masks.
 
-    python benchmarks/speed.py --device cuda            # everything, about ten minutes on one H200
+    python benchmarks/speed.py --device cuda            # everything, about twelve minutes on one H200
     python benchmarks/speed.py --device cpu
     python benchmarks/speed.py --only training --device cuda
     python benchmarks/speed_report.py                   # SPEED.md and the figures, from the JSON files
@@ -13,7 +13,7 @@ plain model is as fast as possible: compiled as a whole, captured as CUDA graphs
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from steps import (
     base,
     captured,
     free,
+    half_a_window,
     plain_step,
     recurrent,
     recurrent_step,
@@ -62,23 +63,47 @@ def training(device: str, report: Report) -> None:
 
 
 def cost(device: str, report: Report) -> None:
-    """Cost of the state in a step that keeps all activations: one slot, many at every layer, keys and values."""
-    from carryforward import KVMemoryConfig, VectorMemoryConfig
+    """Cost of a pooled state in a step that keeps all activations: one slot, and many at every layer."""
+    from carryforward import VectorMemoryConfig
 
-    on_gpu, on_cpu = [("gpt2-small", 8, 32), ("smollm2-135m", 8, 20)], [("tiny", 8, 16), ("bundled", 4, 8)]
-    for shape, batch, windows in on_gpu if device == "cuda" else on_cpu:
+    shape_sizes = [("gpt2-small", 8, 32)] if device == "cuda" else [("tiny", 8, 16), ("bundled", 4, 8)]
+    for shape, batch, windows in shape_sizes:
         fast, tokens = "compiled" if device == "cuda" else "off", batch * windows * SHAPES[shape]["window"]
-        key = {"shape": shape, "batch": batch, "windows": windows}
         step = partial(recurrent_step, shape, device, batch, windows, fast, windows)
         many = {"memory": VectorMemoryConfig(slots=48, insert_at="all")}
-        half = {"memory": KVMemoryConfig(recent=SHAPES[shape]["window"] // 2 - 4, sinks=4)}
-        for row, fields in (("state's cost", {}), ("48 slots' cost", many), ("half a window of keys and values", half)):
+        for row, fields in (("state's cost", {}), ("48 slots' cost", many)):
             sides = {"with state": step(**fields), "state removed": step(use_state=False, **fields)}
-            report.add(
-                {"row": row, **key, "sides": time_interleaved(sides, 6 if device == "cuda" else 11, tokens, device)}
-            )
+            times = time_interleaved(sides, 6 if device == "cuda" else 11, tokens, device)
+            report.add({"row": row, "shape": shape, "batch": batch, "windows": windows, "sides": times})
             sides.clear()
             free(device)
+
+
+def blocks(device: str, report: Report, sizes: Sequence[tuple[str, int, int]] | None = None) -> None:
+    """Carried keys and values of half a window: a sample in one block, in four that are recomputed, window by window.
+
+    Against the same model without its state, all windows of a sample side by side. Each is timed in turns with that
+    one alone: together, what they keep for the backward pass would not fit a GPU.
+    """
+    on_gpu, on_cpu = [("gpt2-small", 8, 32), ("smollm2-135m", 8, 20)], [("tiny", 8, 16), ("bundled", 4, 8)]
+    for shape, batch, windows in sizes or (on_gpu if device == "cuda" else on_cpu):
+        tokens, fast = batch * windows * SHAPES[shape]["window"], "compiled" if device == "cuda" else "off"
+        step = partial(recurrent_step, shape, device, batch, windows, fast, memory=half_a_window(shape))
+        removed = step(windows, use_state=False)
+        report.drop("half a window of keys and values", shape)  # what was measured before there were blocks
+        rows = {
+            "keys and values, one block": (windows, {"block_windows": windows}),
+            "keys and values, four blocks recomputed": (0, {"block_windows": windows // 4}),
+            "keys and values, window by window": (windows, {"block_windows": 1}),
+        }
+        for row, (keep, fields) in rows.items():
+            sides = {"with state": step(keep, **fields), "state removed": removed}
+            times = time_interleaved(sides, 6 if device == "cuda" else 11, tokens, device)
+            report.add({"row": row, "shape": shape, "batch": batch, "windows": windows, "sides": times})
+            sides.clear()
+            free(device)
+        del removed
+        free(device)
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------
@@ -221,14 +246,19 @@ def generation(device: str, report: Report) -> None:
 # --- length --------------------------------------------------------------------------------------------------------
 
 
-def length(device: str, report: Report) -> None:
-    """One document of increasing length: speed of a training step and, on a GPU, its peak memory.
+BLOCK = 8  # windows of a block in the measurement of length
 
-    The peak includes captured CUDA graphs, and excludes weights, gradients and states. On a CPU, see `memory.py`.
+
+def length(device: str, report: Report, counts: Sequence[int] | None = None) -> None:
+    """One document of increasing length, keys and values carried, in blocks that are recomputed: speed of a training
+    step and, on a GPU, its peak memory.
+
+    The peak includes captured CUDA graphs, and excludes weights, gradients and the states between blocks, which are
+    reported beside it. On a CPU, see `memory.py`.
     """
-    shape, counts = ("gpt2-small", (8, 32, 320, 3400)) if device == "cuda" else ("bundled", (4, 16, 64))
+    shape, all_counts = ("gpt2-small", (8, 32, 320, 3400)) if device == "cuda" else ("bundled", (8, 16, 64))
     window, vocabulary = SHAPES[shape]["window"], SHAPES[shape]["vocab_size"]
-    model = recurrent(shape, device, keep_windows=0).train()
+    model = recurrent(shape, device, memory=half_a_window(shape), keep_windows=0, block_windows=BLOCK).train()
     model.fast_path = "compiled" if device == "cuda" else "off"
     fixed = 2 * sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
 
@@ -239,6 +269,7 @@ def length(device: str, report: Report) -> None:
         loss.backward()
         synchronize(device)
 
+    counts = counts or all_counts
     step(counts[0]), step(counts[0])
     points = []
     for windows in counts:
@@ -249,13 +280,13 @@ def length(device: str, report: Report) -> None:
             begin = time.perf_counter()
             step(windows)
             taken.append(time.perf_counter() - begin)
-        point = {"windows": windows, "tokens": windows * window}
+        point: dict[str, Any] = {"windows": windows, "tokens": windows * window}
         point["tokens_per_second"] = windows * window / statistics.median(taken)
+        point["states_bytes"] = -(-windows // BLOCK) * model.memory.state_bytes  # one for each block
         if device == "cuda":
-            states = windows * model.memory.state_bytes
-            point["peak_bytes"] = torch.cuda.max_memory_allocated() - fixed - states
+            point["peak_bytes"] = torch.cuda.max_memory_allocated() - fixed - point["states_bytes"]
         points.append(point)
-    report.add({"row": "length", "shape": shape, "batch": 1, "windows": None, "points": points})
+    report.add({"row": "length", "shape": shape, "batch": 1, "windows": None, "points": points, "block_windows": BLOCK})
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
@@ -280,9 +311,11 @@ def data(device: str, report: Report) -> None:
 # --- all parts ---------------------------------------------------------------------------------------------------
 
 
+# Expected on one H200, mostly compiling: training 3 minutes, cost 2, blocks 4, length 1, evaluation 1, generation 1.
 PARTS = {
     "training": training,
     "cost": cost,
+    "blocks": blocks,
     "length": length,
     "evaluation": evaluation,
     "generation": generation,
@@ -300,8 +333,10 @@ def main() -> None:
     out = arguments.out or RESULTS / f"speed-{arguments.device}.json"
     with Report(out, arguments.device, SHAPES, whole=PARTS.keys() <= {*parts}) as report:
         for name in parts:
+            begin = time.perf_counter()
             PARTS[name](arguments.device, report)
             free(arguments.device)
+            print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

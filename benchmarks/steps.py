@@ -16,6 +16,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2-small": {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "window": 300},
     "smollm2-135m": {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
                      "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "window": 300},
+    "small-llama": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6,
+                    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True, "window": 300},
     "bundled": {"vocab_size": 4096, "n_embd": 256, "n_layer": 7, "n_head": 8, "window": 300},
     "tiny": {"vocab_size": 1000, "n_embd": 64, "n_layer": 4, "n_head": 4, "window": 64},
 }  # fmt: skip
@@ -41,6 +43,13 @@ def recurrent(shape: str, device: str, **fields: Any) -> Any:
     return add_recurrence(
         base(shape, device), window=SHAPES[shape]["window"], documents=documents, **{"preset": "paper", **fields}
     )
+
+
+def half_a_window(shape: str) -> Any:
+    """Keys and values of half a window, the recommended memory."""
+    from carryforward import KVMemoryConfig
+
+    return KVMemoryConfig(recent=SHAPES[shape]["window"] // 2 - 4, sinks=4)
 
 
 def autocast(device: str) -> Any:
@@ -140,7 +149,10 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
 def recurrent_step(
     shape: str, device: str, batch: int, windows: int, path: str, keep: int, use_state: bool = True, **fields: Any
 ) -> Callable[[], object]:
-    """Forward and backward pass of a recurrent model over documents of so many windows, after three warm-up steps."""
+    """Forward and backward pass of a recurrent model over documents of so many windows, after three warm-up steps.
+
+    `fields` are those of `RecurrenceConfig`: a memory, the windows of a block.
+    """
     model = recurrent(shape, device, keep_windows=keep, **fields).train()
     model.fast_path = path
     ids = torch.randint(SHAPES[shape]["vocab_size"], (batch, windows * SHAPES[shape]["window"] + 1), device=device)
