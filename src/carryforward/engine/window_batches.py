@@ -235,16 +235,19 @@ class WindowBatch:
             latest[row] = i
             last[i] = beginning[row], detached[row]
         leaving = sorted(self.leaving.values())
+        following = [-1] * (len(self.rows) + len(self.entering))
+        for i, source in enumerate(previous):
+            following[source if source >= 0 else len(self.rows) - 1 - source] = i
         columns: list[list[Any]] = [
             previous, firsts, self.detach[first:], detach_first,
-            leaving, [last[i][0] for i in leaving], [last[i][1] for i in leaving],
+            leaving, [last[i][0] for i in leaving], [last[i][1] for i in leaving], following,
         ]  # fmt: skip
         numbers = plan.index([int(number) for column in columns for number in column])  # one transfer
         parts = numbers.split([len(column) for column in columns])
         flags = [part.bool() if any(detach_first) else None for part in (parts[2], parts[3], parts[6])]
         return WindowLinks(
             num_first=first, next_start=plan.next_start, start=None if plan.has_row_prefixes else len(plan.prefixes[0]),
-            previous=parts[0], first=parts[1], last=parts[4], last_first=parts[5],
+            previous=parts[0], following=parts[7], first=parts[1], last=parts[4], last_first=parts[5],
             detach=flags[0], detach_first=flags[1], last_detach_first=flags[2],
             prefix_lengths=self.indices[2] if plan.has_row_prefixes else None,
         )  # fmt: skip

@@ -179,17 +179,13 @@ class KVMemory(Memory):
                  "sink_rotation": (sinks[0][:, layer], sinks[1][:, layer])}
                 for layer in range(self.shape[0])
             ]  # fmt: skip
-        to = start + self.sinks
-        at = [(to, begin), (to, begin + self.carried)]
-        if isinstance(to, Tensor):  # each window has its own prefix
-            at = [(to[: links.num_first], begin), (to[links.num_first :], begin + self.carried)]
-        first, other = (
-            select_positions(self.position_offsets, there, self.recent)
-            - select_positions(self.position_offsets, here, self.recent)
-            for there, here in at
-        )
-        shifts = zip(first.unbind(-5), other.unbind(-5), strict=True)
-        return [{"first_shift": a, "other_shift": b} for a, b in shifts]
+        there = select_positions(self.position_offsets, start + self.sinks, self.recent)
+        there = there if there.ndim == 6 else there[None]  # [1 or P, L, 2, heads, K, d]
+        shifts = [
+            there - select_positions(self.position_offsets, at, self.recent) for at in (begin, begin + self.carried)
+        ]
+        by_layer = zip(*(shift.unbind(1) for shift in shifts), strict=True)
+        return [{"first_shift": first, "other_shift": other} for first, other in by_layer]
 
     def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:
         """Learned positions: the prefix keeps its own, all others move behind what is carried."""

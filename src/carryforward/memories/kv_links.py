@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from ..backbones.architectures import rotate_keys
 from ..backbones.attention import KV
-from .links import WindowLinks, detached_where, gather_sources
+from .links import WindowLinks, detached_where, gather_previous, gather_sources
 
 
 class LayerLink:
@@ -52,7 +52,7 @@ class LayerLink:
         recent = x[:, :, links.next_start - self.recent : links.next_start]
         recent = self._move_recent(recent.to(self.dtype), side)
         entering_recent = None if entering is None else entering[:, :, self.sinks :]
-        past = gather_sources(recent.to(x.dtype), entering_recent, links.previous)
+        past = gather_previous(recent.to(x.dtype), entering_recent, links)
         past = detached_where(past, links.detach)
         leaving = recent.index_select(0, links.last.to(x.device))
         if not self.sinks:
@@ -103,17 +103,17 @@ class LearnedLink(LayerLink):
     def __init__(self, *args, first_shift: Tensor, other_shift: Tensor, **kwargs) -> None:
         """
         Args:
-            first_shift, other_shift: of the first windows, and of the others, which stand behind what is carried:
-                [2, heads, K, d] for all of them, or with one more dimension in front.
+            first_shift, other_shift: for first windows, and for others, which stand behind what is carried,
+                [1 or P, 2, heads, K, d].
         """
         super().__init__(*args, **kwargs)
         self.first_shift = first_shift
         self.other_shift = other_shift
 
     def _move_recent(self, x: Tensor, side: int) -> Tensor:
-        first = self.links.num_first
-        shifts = [shift.select(-4, side).to(x.device) for shift in (self.first_shift, self.other_shift)]
-        return torch.cat([x[:first] + shifts[0], x[first:] + shifts[1]]).to(self.dtype)
+        is_first = (torch.arange(len(x), device=x.device) < self.links.num_first)[:, None, None, None]
+        first, other = (shift[:, side].to(x.device) for shift in (self.first_shift, self.other_shift))
+        return (x + torch.where(is_first, first, other)).to(self.dtype)
 
     def _move_sinks(self, x: Tensor, side: int) -> Tensor:
         return x  # they stand at a document's first positions, as in its first window

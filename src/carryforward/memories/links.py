@@ -25,6 +25,8 @@ class WindowLinks:
         next_start: in every window that another one follows, the position at which that one starts.
         start: the first document position of every window; None: after its own prefix.
         previous: for each window after the first ones, the source of its recent positions, [P - F].
+        following: the inverse of `previous`: for each window, then for each row of the state, the number, counted from
+            the first ones on, of the window whose source it is, or -1, [P + R].
         first: likewise, the source of its document's first positions, [P - F]: one of the first windows, or the state.
         last: the windows whose states leave the block, [W].
         last_first: for each of these, the source of its document's first positions, [W].
@@ -38,6 +40,7 @@ class WindowLinks:
     next_start: int
     start: int | None
     previous: Tensor
+    following: Tensor
     first: Tensor
     last: Tensor
     last_first: Tensor
@@ -71,9 +74,39 @@ class WindowLinks:
 
 def gather_sources(windows: Tensor, state: Tensor | None, sources: Tensor) -> Tensor:
     """Of windows [n, ...] and rows of a state [R, ...], those that sources name; see `WindowLinks`."""
+    everything, index = _joined(windows, state, sources)
+    return everything.index_select(0, index)
+
+
+def gather_previous(windows: Tensor, state: Tensor | None, links: WindowLinks) -> Tensor:
+    """As `gather_sources` with `links.previous`. No window has two that follow it, so the gradient is a gather too,
+    which is faster than adding at an index."""
+    everything, index = _joined(windows, state, links.previous)
+    return _GatherUnique.apply(everything, index, links.following.to(windows.device))
+
+
+def _joined(windows: Tensor, state: Tensor | None, sources: Tensor) -> tuple[Tensor, Tensor]:
+    """Windows and rows of a state in one tensor, and the indices of sources in it."""
     everything = windows if state is None else torch.cat([windows, state.to(windows)])
     sources = sources.to(windows.device)
-    return everything.index_select(0, torch.where(sources >= 0, sources, len(windows) - 1 - sources))
+    return everything, torch.where(sources >= 0, sources, len(windows) - 1 - sources)
+
+
+class _GatherUnique(torch.autograd.Function):
+    """Rows of x [n, ...] at an index without repetitions."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        if not len(gradient):
+            return gradient.new_zeros(len(inverse), *gradient.shape[1:]), None, None
+        used = (inverse >= 0).reshape(-1, *[1] * (gradient.ndim - 1))
+        return torch.where(used, gradient.index_select(0, inverse.clamp(min=0)), 0), None, None
 
 
 def detached_where(x: Tensor, detach: Tensor | None) -> Tensor:
