@@ -19,9 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 KV = tuple[Tensor, Tensor]  # keys and values, each [B, heads, n, d]
-# From a layer's keys and values of all windows of a block to the keys and values that each window sees of its past.
-# Windows that see none come first; the result is that of the others.
-KVLink = Callable[[Tensor, Tensor], KV | None]
+# From a layer's keys and values of all windows of a block: those of the first ones, which see no past; those of the
+# others; and what these see of their past, None if there are no others.
+KVLink = Callable[[Tensor, Tensor], tuple[KV, KV, KV | None]]
 
 
 class AttentionContext:
@@ -29,7 +29,7 @@ class AttentionContext:
 
     Attributes:
         past_kv: keys and values of earlier windows, visible to every query.
-        link: in a block, makes `past_kv` from the windows' own keys and values.
+        link: in a block, finds in the windows' own keys and values what each window sees of its past.
         num_first: in a block, the first so many windows see no past.
         num_slots: how many of the input's first positions are inserted vectors, not tokens of the window.
         record_kv: whether to record the window's keys and values.
@@ -114,21 +114,31 @@ def _attend(
         return attend(module, query, key, value, mask, **kwargs)
     if context.record_kv:
         context.window_kv = key[:, :, context.num_slots :], value[:, :, context.num_slots :]
-    past_kv = context.past_kv if context.link is None else context.link(key, value)
-    groups = [(slice(context.num_first), None), (slice(context.num_first, None), past_kv)]
     parts, attention = [], []
-    for rows, past in groups if context.num_first else groups[1:]:
+    for rows, kv, past_kv in _groups(context, key, value):
         part_mask = mask if mask is None or len(mask) == 1 else mask[rows]
-        part = _attend_past(attend, module, query[rows], key[rows], value[rows], part_mask, past, **kwargs)
+        part = _attend_past(attend, module, query[rows], *kv, part_mask, past_kv, **kwargs)
         parts.append(part)
         if context.record_attention:
-            carried = context.num_slots + (0 if past is None else past[0].shape[2])  # come first
+            carried = context.num_slots + (0 if past_kv is None else past_kv[0].shape[2])  # come first
             attention.append(part[1][:, :, context.num_slots :, :carried].float().sum(dim=-1))
     if attention:
         context.attention_to_state = torch.cat(attention)
     if len(parts) == 1:
         return parts[0]
     return torch.cat([output for output, *_ in parts]), None
+
+
+def _groups(context: AttentionContext, key: Tensor, value: Tensor) -> Iterator[tuple[slice, KV, KV | None]]:
+    """Windows that attend to the same number of positions: which they are, their keys and values, and their past's."""
+    if context.link is None:
+        yield slice(None), (key, value), context.past_kv
+        return
+    first, others, past_kv = context.link(key, value)
+    if context.num_first:
+        yield slice(context.num_first), first, None
+    if past_kv is not None:
+        yield slice(context.num_first, None), others, past_kv
 
 
 def _attend_past(

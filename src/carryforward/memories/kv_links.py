@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from ..backbones.architectures import rotate_keys
 from ..backbones.attention import KV
-from .links import WindowLinks, detached_where, gather_previous, gather_sources
+from .links import WindowLinks, detached_where, gather_previous, gather_sources, split_windows
 
 
 class LayerLink:
@@ -38,34 +38,39 @@ class LayerLink:
         self.recent = recent
         self.dtype = dtype
 
-    def __call__(self, key: Tensor, value: Tensor) -> KV | None:
-        """The carried keys and values that each window after the first ones sees, each [P - F, heads, S, d]."""
-        keys, leaving_keys = self._receive(key, side=0)
-        values, leaving_values = self._receive(value, side=1)
+    def __call__(self, key: Tensor, value: Tensor) -> tuple[KV, KV, KV | None]:
+        """The keys and values of the first windows, of the others, each [P - F, heads, T, d], and the carried ones that
+        these see, each [P - F, heads, S, d]."""
+        *keys, leaving_keys = self._receive(key, side=0)
+        *values, leaving_values = self._receive(value, side=1)
         self.leaving = torch.stack([leaving_keys, leaving_values], dim=1)
-        return (keys, values) if len(keys) else None
+        first, others, past = zip(keys, values, strict=True)
+        return first, others, past if len(past[0]) else None
 
-    def _receive(self, x: Tensor, side: int) -> tuple[Tensor, Tensor]:
-        """What windows see of their past, and what leaves the block, of keys (side 0) or values (side 1)."""
+    def _receive(self, x: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of keys (side 0) or values (side 1): those of the first windows, those of the others, what the others see of
+        their past, and what leaves the block."""
         links, entering = self.links, None if self.state is None else self.state[:, side]
-        x = pad(x, (0, 0, 0, max(links.next_start - x.shape[2], 0)))  # windows that are all short: no one receives it
-        recent = x[:, :, links.next_start - self.recent : links.next_start]
+        stop = min(links.next_start, x.shape[2])  # no window receives anything of a block whose windows are all short
+        begin = min(links.next_start - self.recent, stop)
+        first, others, recent = split_windows(x, links.num_first, begin, stop)
+        recent = pad(recent, (0, 0, 0, self.recent - recent.shape[2]))
         recent = self._move_recent(recent.to(self.dtype), side)
         entering_recent = None if entering is None else entering[:, :, self.sinks :]
         past = gather_previous(recent.to(x.dtype), entering_recent, links)
         past = detached_where(past, links.detach)
         leaving = recent.index_select(0, links.last.to(x.device))
         if not self.sinks:
-            return past, leaving
+            return first, others, past, leaving
         starts = links.starts
         start = starts if isinstance(starts, int) else starts[: links.num_first]
-        sinks = select_positions(x[: links.num_first], start, self.sinks)
+        sinks = select_positions(first, start, self.sinks)
         sinks = self._move_sinks(sinks.to(self.dtype), side)
         # In the precision of states: the gradients of all windows of a document are added up here.
         entering_sinks = None if entering is None else entering[:, :, : self.sinks]
         seen = detached_where(gather_sources(sinks, entering_sinks, links.first), links.detach_first)
         left = detached_where(gather_sources(sinks, entering_sinks, links.last_first), links.last_detach_first)
-        return torch.cat([seen.to(past.dtype), past], dim=2), torch.cat([left, leaving], dim=2)
+        return first, others, torch.cat([seen.to(past.dtype), past], dim=2), torch.cat([left, leaving], dim=2)
 
     def _move_recent(self, x: Tensor, side: int) -> Tensor:
         """Move the recent positions of every window [P, heads, K, d] to where the window after it sees them."""
