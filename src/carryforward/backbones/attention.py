@@ -18,6 +18,8 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .split_windows import split_windows
+
 KV = tuple[Tensor, Tensor]  # keys and values, each [B, heads, n, d]
 # From a layer's keys and values of all windows of a block: those of the first ones, which see no past; those of the
 # others; and what these see of their past, None if there are no others.
@@ -115,9 +117,9 @@ def _attend(
     if context.record_kv:
         context.window_kv = key[:, :, context.num_slots :], value[:, :, context.num_slots :]
     parts, attention = [], []
-    for rows, kv, past_kv in _groups(context, key, value):
+    for rows, queries, kv, past_kv in _groups(context, query, key, value):
         part_mask = mask if mask is None or len(mask) == 1 else mask[rows]
-        part = _attend_past(attend, module, query[rows], *kv, part_mask, past_kv, **kwargs)
+        part = _attend_past(attend, module, queries, *kv, part_mask, past_kv, **kwargs)
         parts.append(part)
         if context.record_attention:
             carried = context.num_slots + (0 if past_kv is None else past_kv[0].shape[2])  # come first
@@ -129,16 +131,19 @@ def _attend(
     return torch.cat([output for output, *_ in parts]), None
 
 
-def _groups(context: AttentionContext, key: Tensor, value: Tensor) -> Iterator[tuple[slice, KV, KV | None]]:
-    """Windows that attend to the same number of positions: which they are, their keys and values, and their past's."""
+def _groups(
+    context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
+) -> Iterator[tuple[slice, Tensor, KV, KV | None]]:
+    """Windows that attend to as many positions: which they are, their queries, keys and values, and their past's."""
     if context.link is None:
-        yield slice(None), (key, value), context.past_kv
+        yield slice(None), query, (key, value), context.past_kv
         return
+    first_queries, other_queries, _ = split_windows(query, context.num_first)
     first, others, past_kv = context.link(key, value)
     if context.num_first:
-        yield slice(context.num_first), first, None
+        yield slice(context.num_first), first_queries, first, None
     if past_kv is not None:
-        yield slice(context.num_first, None), others, past_kv
+        yield slice(context.num_first, None), other_queries, others, past_kv
 
 
 def _attend_past(

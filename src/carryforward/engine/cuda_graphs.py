@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..backbones import hooks
-from ..windows import IGNORE
-from . import loss
+from . import loss, window_buffers
 from .autocast_weights import AutocastWeights
+from .window_buffers import Sizes, sizes_of, write_gradients
 from .window_model import WindowInputs, WindowModel, WindowOutputs
 
 CHUNK = 1 << 24  # numbers added at a time
@@ -119,11 +119,16 @@ class CapturedForward:
 
     compiled = False
 
-    def __init__(self, model: WindowModel, window: WindowInputs, accumulator: GradientAccumulator):
+    def __init__(self, model: WindowModel, window: WindowInputs, room: Sizes, accumulator: GradientAccumulator):
+        """
+        Args:
+            window: a window batch like those that it is for.
+            room: the sizes of the buffers.
+        """
         self.lease: Callable[[], ActivationLease | None] = _no_lease
         random = _rng_state(window.ids.device)
         with torch.inference_mode(False):  # buffers made in inference mode could not be written to outside it
-            self.buffers = window.copy()
+            self.buffers = window_buffers.allocate(window, room)
             with uncached_autocast(window.ids.device):
                 self._capture(model, accumulator)
         self.draws_random = not torch.equal(random, _rng_state(window.ids.device))
@@ -135,8 +140,13 @@ class CapturedForward:
     def matches(self, window: WindowInputs) -> bool:
         """Whether it was captured for windows of exactly this shape, and not for larger ones."""
         buffers = self.buffers
-        same = buffers.ids.shape == window.ids.shape and buffers.spans == window.spans
-        return same and (buffers.mask is None) == (window.mask is None)
+        same = buffers.ids.shape == window.ids.shape and sizes_of(buffers) == sizes_of(window)
+        return same and buffers.spans == window.spans and (buffers.mask is None) == (window.mask is None)
+
+    def can_be_replaced(self, window: WindowInputs, shares: bool) -> bool:
+        """Whether the same can be captured from this window: it has exactly this shape, or blocks share buffers."""
+        same_width = self.buffers.ids.shape[1] == window.ids.shape[1]
+        return self.matches(window) or (shares and same_width and self.buffers.spans == window.spans)
 
     def release_unfinished(self) -> None:
         """At the start of a call: a call that was aborted no longer needs its activations."""
@@ -151,37 +161,15 @@ class CapturedForward:
 
     def __call__(self, window: WindowInputs, state: Tensor, lasting: bool) -> WindowOutputs:
         with torch.inference_mode(False), torch.no_grad():
-            self._fill(window)
+            window_buffers.write(self.buffers, window)
             self.replay()
             return self._results(window)
 
-    def _fill(self, window: WindowInputs) -> None:
-        """Copy a window into the buffers. Rows and positions that it does not fill are computed and ignored."""
-        rows, width = window.ids.shape
-        for name in ("ids", "prefix_lengths", "token_types"):
-            buffer, values = getattr(self.buffers, name), getattr(window, name)
-            if buffer is not None:
-                buffer[:rows, : values.shape[1]].copy_(values)
-        if self.buffers.links is not None and window.links is not None:  # of the same shape: `graph_cache` has checked
-            for name, indices in window.links.tensors().items():
-                getattr(self.buffers.links, name).copy_(indices)
-        if self.buffers.mask is not None:
-            padding, visible = self.buffers.mask[:rows, width:], self.buffers.mask[:rows, :width]
-            padding.zero_()
-            visible.fill_(1) if window.mask is None else visible.copy_(window.mask)
-        if window.targets is not None and self.buffers.targets is not None:
-            if window.targets.shape != self.buffers.targets.shape:
-                self.buffers.targets.fill_(IGNORE)
-            self.buffers.targets[:rows, : window.targets.shape[1]].copy_(window.targets)
-        if window.state is not None and self.buffers.state is not None:
-            self.buffers.state[:rows].copy_(window.state)
-            self.buffers.state[rows:].zero_()  # an earlier batch's may not be finite, and 0 times that is NaN
-
     def _results(self, window: WindowInputs) -> WindowOutputs:
-        rows, width = len(window.ids), window.ids.shape[1] - window.start
-        outputs = (x if x.ndim == 0 else x[:rows] if x.ndim == 2 else x[:rows, :width] for x in self.outputs)
+        leaving = sizes_of(window).leaving
         states = self.states if window.spans else ()
-        return tuple(x.clone() for x in outputs), tuple(state[:rows].clone() for state in states)
+        outputs = tuple(window_buffers.read(x, window, self.buffers) for x in self.outputs)
+        return outputs, tuple(state[:leaving].clone() for state in states)
 
 
 class CapturedForwardBackward(CapturedForward):
@@ -252,9 +240,9 @@ class _Replayed(torch.autograd.Function):
         state: Tensor | None,
     ):
         ctx.set_materialize_grads(False)
-        ctx.graph, ctx.lease, ctx.rows = graph, lease, len(window.ids)
+        ctx.graph, ctx.lease, ctx.sizes = graph, lease, sizes_of(window)
         graph.lease = weakref.ref(lease)
-        graph._fill(window)
+        window_buffers.write(graph.buffers, window)
         graph.replay()
         outputs, states = graph._results(window)
         return *outputs, *states
@@ -262,18 +250,16 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients: Tensor | None):
-        graph, rows = ctx.graph, ctx.rows
+        graph, sizes = ctx.graph, ctx.sizes
         padded = [*gradients, *[None] * (len(graph.upstream) - len(gradients))]
-        for buffer, gradient in zip(graph.upstream, padded, strict=True):
-            if gradient is None or gradient.shape != buffer.shape:
-                buffer.zero_()
-            if gradient is not None:
-                buffer[tuple(map(slice, gradient.shape))].copy_(gradient)
+        room, count = sizes_of(graph.buffers), len(graph.outputs)
+        write_gradients(graph.upstream[:count], padded[:count], sizes, room)
+        write_gradients(graph.upstream[count:], padded[count:], sizes.states, room.states)
         graph.replay_backward()
         ctx.lease = None
         graph.all_touched.update(graph.used)
         of_state = graph.state_gradient
-        return None, None, None, None, None if of_state is None else of_state[:rows].clone()
+        return None, None, None, None, None if of_state is None else of_state[: sizes.entering].clone()
 
 
 def warm_up(function: Callable[[], Any], times: int = 3) -> None:

@@ -24,6 +24,7 @@ from .activation_budget import ActivationBudget
 from .autocast_weights import AutocastWeights
 from .cuda_graphs import CapturedForward, CapturedForwardBackward, GradientAccumulator, compiled_layers
 from .run_policy import RunPolicy
+from .window_buffers import Sizes, shared_room, sizes_of
 from .window_model import RunWindow, WindowInputs, WindowModel, WindowOutputs
 
 logger = logging.get_logger(__name__)
@@ -121,26 +122,33 @@ class GraphCache:
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         optional = (window.state, window.targets, window.prefix_lengths, window.token_types)
         absent = tuple(tensor is None for tensor in optional)
-        links = None if window.links is None else window.links.shape()
+        links = None if window.links is None else window.links.layout()
+        sizes = sizes_of(window)
         key = (session.training, *autocast, with_gradients, *absent, links, window.outputs, window.start)
-        shape = (*key, *window.ids.shape, window.mask is None, window.spans)
+        shape = (*key, *sizes, window.ids.shape[1], window.mask is None, window.spans)
         self._seen[shape] += window.depth
         self._largest = max(self._largest, window.ids.numel())
-        # The compiler's time pays for few shapes, and not for the many of a ragged batch.
-        at_once = self.path == "compiled" and window.ids.numel() == self._largest
+        # The compiler's time pays for few shapes, and not for the many of a ragged batch. But blocks without gradients
+        # can share buffers.
+        shares = links is not None and not with_gradients
+        at_once = self.path == "compiled" and window.ids.numel() * (1 + shares) >= self._largest
         common = at_once or self._seen[shape] > max(MIN_COUNT_TO_COMPILE, self._replays // 20)
         graph = self._find(session, key, window)
         compiles = self._compiles and not self._compiler_failed and common
-        if graph is not None and compiles and not graph.compiled and graph.matches(window):
+        if graph is not None and compiles and not graph.compiled and graph.can_be_replaced(window, shares):
             self._drop(session, key, graph)
-            graph = self._capture(session, key, window, state, with_gradients, True)
+            room = sizes_of(graph.buffers)
+            graph = self._capture(session, key, window, room, state, with_gradients, True)
         if graph is None:
             # Documents that end leave fewer and fewer rows, and one graph serves many sizes. But buffers for windows
             # that gradients flow through are few.
             similar = shape if with_gradients else (*key, window.mask is None, window.spans)
-            self._misses[similar] += 1
+            self._misses[similar] += window.depth if shares else 1
             if at_once or self._misses[similar] > CAPTURE_AFTER:
-                graph = self._capture(session, key, window, state, with_gradients, self._compiles and common)
+                fills = 2 * window.ids.numel() >= self._largest
+                rows = self._largest // window.ids.shape[1] if fills else sizes.rows
+                room = shared_room(sizes, rows) if shares else sizes
+                graph = self._capture(session, key, window, room, state, with_gradients, self._compiles and common)
                 if not with_gradients:
                     self._misses[similar] = 0
         if graph is None:
@@ -167,7 +175,7 @@ class GraphCache:
         If it draws random numbers, as dropout does, only the former: those of a row depend on the number of rows.
         Longer ones only if no position sees what follows it, or a mask hides it.
         """
-        (rows, width), causal = window.ids.shape, session.model.config.architecture.causal
+        width, causal = window.ids.shape[1], session.model.config.architecture.causal
         free = [graph for graph in self._graphs.get(key, []) if not graph.busy]
         for graph in free:
             if graph.matches(window):
@@ -175,14 +183,14 @@ class GraphCache:
         for graph in free:
             buffers = graph.buffers
             masked, hides = window.mask is not None, buffers.mask is not None
-            captured_rows, captured_width = buffers.ids.shape
+            captured_width = buffers.ids.shape[1]
             if causal:
                 long_enough = width <= captured_width
             elif hides:  # a window without a mask that is as wide is better off without one
                 long_enough = width <= captured_width - (not masked)
             else:
                 long_enough = width == captured_width and not masked
-            fits = long_enough and rows <= captured_rows and window.spans in ((), buffers.spans)
+            fits = long_enough and sizes_of(window).fit(sizes_of(buffers)) and window.spans in ((), buffers.spans)
             if fits and not graph.draws_random and 2 * window.ids.numel() >= buffers.ids.numel():
                 return graph
         return None
@@ -199,22 +207,29 @@ class GraphCache:
         session: "GraphSession",
         key: tuple,
         window: WindowInputs,
+        room: Sizes,
         state: Tensor,
         with_gradients: bool,
         compiles: bool,
     ) -> "CapturedForward | None":
         """Capture a window, with compiled layers if `compiles`. What the compiler made is used only if it computes the
         same as the eager model: compilers have bugs too."""
-        graph = self._try_capture(session, key, window, with_gradients, compiles and not self._compiler_failed)
+        graph = self._try_capture(session, key, window, room, with_gradients, compiles and not self._compiler_failed)
         if graph is None or not graph.compiled or session.agrees(graph, window, state):
             return graph
         logger.warning_once("The compiler's result differs from the model's own: windows run without it.")
         self._compiler_failed = True
         self._drop(session, key, graph)
-        return self._try_capture(session, key, window, with_gradients, False)
+        return self._try_capture(session, key, window, room, with_gradients, False)
 
     def _try_capture(
-        self, session: "GraphSession", key: tuple, window: WindowInputs, with_gradients: bool, compiles: bool
+        self,
+        session: "GraphSession",
+        key: tuple,
+        window: WindowInputs,
+        room: Sizes,
+        with_gradients: bool,
+        compiles: bool,
     ) -> "CapturedForward | None":
         budget, model = session.budget, session.model
         if self.path == "off" or (with_gradients and not budget.has_room(window.shape_key)):
@@ -226,7 +241,7 @@ class GraphCache:
                 compiled_layers(model) if compiles else contextlib.nullcontext(),
             ):
                 graph_type = CapturedForwardBackward if with_gradients else CapturedForward
-                graph = graph_type(model, window, self._accumulator)
+                graph = graph_type(model, window, room, self._accumulator)
         except Exception as error:  # whatever a compiler or a driver may raise: the eager way always works
             reason = first_line(error)
         if graph is None:

@@ -59,7 +59,11 @@ class WindowInputs:
         tensors: dict[str, Any] = {
             name: value.detach().clone() for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, links=None if self.links is None else self.links.copy(), **tensors)
+        return self.replace(links=None if self.links is None else self.links.copy(), **tensors)
+
+    def replace(self, **values: Any) -> "WindowInputs":
+        """The same with other values in some fields."""
+        return replace(self, **values)
 
 
 class WindowModel(Protocol):

@@ -112,12 +112,11 @@ def perplexity(
     with eval_mode(model), torch.inference_mode():
         if recurrence is None:
             losses = _score_windows(model, documents, window, overlap, batch_size)
-        elif reset_every is not None or not use_state:  # without a state, a document can be split at any window
-            windows_per_sample = reset_every or WINDOWS_PER_CALL
-            losses = _score_samples(model, documents, overlap, windows_per_sample, batch_size, use_state)
+        elif reset_every is not None:
+            losses = _score_samples(model, documents, overlap, reset_every, batch_size, use_state)
         else:
             assert isinstance(model, RecurrentPreTrainedModel)
-            losses = _score_documents(model, documents, overlap, batch_size)
+            losses = _score_documents(model, documents, overlap, batch_size, use_state)
         nats, tokens = torch.zeros((), dtype=torch.float64), 0
         for nll_sum, scored in losses:
             nats = nats.to(nll_sum.device) + nll_sum.double()
@@ -197,22 +196,22 @@ def _score_samples(
 
 
 def _score_documents(
-    model: RecurrentPreTrainedModel, documents: Sequence[Any], overlap: int, batch_size: int
+    model: RecurrentPreTrainedModel, documents: Sequence[Any], overlap: int, batch_size: int, use_state: bool
 ) -> Iterator[tuple[Tensor, int]]:
-    """Score whole documents with a state that is carried from the first window to the last. Yields what
-    `_score_windows` does."""
+    """Score whole documents, with a state that is carried from the first window to the last or without one. Yields
+    what `_score_windows` does."""
     lengths = [len(document) for document in documents]
 
     def read(piece: Piece, state: State | None) -> RecurrentOutput:
         # a later piece's first token is a target too: it is predicted from the state
         parts = zip(piece.documents, piece.spans, strict=True)
         samples = [make_sample(documents[i], start, stop, max(start, 1)) for i, (start, stop) in parts]
-        return model(**_to_device(collate(samples), model.device), state=state, overlap=overlap)
+        return model(**_to_device(collate(samples), model.device), state=state, overlap=overlap, use_state=use_state)
 
     stride = model.config.recurrence.window - overlap
     for piece, out in stream_documents(
         read, lengths, stride=stride, overlap=overlap, windows_per_call=WINDOWS_PER_CALL, batch_size=batch_size,
-        min_length=2, block_windows=model.block_size.windows(model, 1, use_state=True, logits=False),
+        min_length=2, block_windows=model.block_size.windows(model, 1, use_state=use_state, logits=False),
     ):  # fmt: skip
         assert out.nll_sum is not None, "labels were given"
         yield out.nll_sum, sum(stop - max(start, 1) for start, stop in piece.spans)

@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from ..backbones.architectures import rotate_keys
 from ..backbones.attention import KV
-from .links import WindowLinks, detached_where, gather_previous, gather_sources, split_windows
+from ..backbones.split_windows import split_windows
+from .links import WindowLinks, detached_where, gather_previous, gather_sources
 
 
 class LayerLink:

@@ -64,12 +64,15 @@ class WindowLinks:
     def copy(self) -> "WindowLinks":
         """The same with tensors of its own."""
         copies: dict[str, Any] = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        return dataclasses.replace(self, **copies)
+        return self.replace(**copies)
 
-    def shape(self) -> tuple[Any, ...]:
-        """What must be equal for the same code to run with other index tensors."""
-        shapes = ((name, tuple(tensor.shape)) for name, tensor in self.tensors().items())
-        return self.num_first, self.next_start, self.start, *shapes
+    def replace(self, **values: Any) -> "WindowLinks":
+        """The same with other values in some fields."""
+        return dataclasses.replace(self, **values)
+
+    def layout(self) -> tuple[Any, ...]:
+        """What must be equal for the same code to run with other index tensors of the same sizes."""
+        return self.next_start, self.start, *self.tensors()
 
 
 def gather_sources(windows: Tensor, state: Tensor | None, sources: Tensor) -> Tensor:
@@ -107,41 +110,6 @@ class _GatherUnique(torch.autograd.Function):
             return gradient.new_zeros(len(inverse), *gradient.shape[1:]), None, None
         used = (inverse >= 0).reshape(-1, *[1] * (gradient.ndim - 1))
         return torch.where(used, gradient.index_select(0, inverse.clamp(min=0)), 0), None, None
-
-
-def split_windows(x: Tensor, count: int, begin: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of windows [n, heads, T, d]: the first `count`, the others, and positions from `begin` to `stop` of all of them."""
-    return _Split.apply(x, count, begin, stop)
-
-
-class _Split(torch.autograd.Function):
-    """Overlapping parts of one tensor, whose gradients are added in place. Autograd would widen each of them to the
-    whole with zeros, and a compiler evaluates all of these sums at every element."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, count: int, begin: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.begin = begin
-        return x[:count], x[count:], x[:, :, begin:stop]
-
-    @staticmethod
-    def backward(ctx, first: Tensor, others: Tensor, between: Tensor):  # type: ignore[override]
-        return _add_parts(first, others, between, ctx.begin), None, None, None
-
-
-@torch.library.custom_op("carryforward::add_parts", mutates_args=())
-def _add_parts(first: Tensor, others: Tensor, between: Tensor, begin: int) -> Tensor:
-    """The gradient of windows [n, heads, T, d] from those of its parts. One operation for a compiler."""
-    total = _empty_windows(first, others)
-    torch.cat([first, others], out=total)
-    total[:, :, begin : begin + between.shape[2]] += between
-    return total
-
-
-@_add_parts.register_fake
-def _empty_windows(first: Tensor, others: Tensor, *_: Any) -> Tensor:
-    """Laid out as projections lay out keys and values, [n, T, heads, d]."""
-    _, heads, width, size = first.shape
-    return first.new_empty(len(first) + len(others), width, heads, size).transpose(1, 2)
 
 
 def detached_where(x: Tensor, detach: Tensor | None) -> Tensor:
