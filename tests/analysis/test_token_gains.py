@@ -39,8 +39,10 @@ def attention_to_state(model, ids, **arguments):
     windows = []
 
     def take(scored):
-        if scored.attention:
-            windows.append({layer: weights[0] for layer, weights in scored.attention.items()})
+        for i, has_state in enumerate(scored.has_state):
+            if has_state and scored.attention:
+                predicted = scored.targets[i] >= 0
+                windows.append({layer: weights[i][:, predicted] for layer, weights in scored.attention.items()})
 
     with attention.recording_attention(model.backbone.config):
         score(model, [ids], take, record_attention=True, **arguments)

@@ -44,26 +44,24 @@ def test_kept_windows_give_the_same_numbers_in_fewer_passes(name, training):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 @pytest.mark.parametrize("lengths", [(45, 45, 45), (45, 43, 41), (45, 30, 9)], ids=str)
-def test_windows_without_a_state_run_in_parallel(name, lengths):
-    """As many as may be in memory together, with the same numbers as one after the other. Those of encoders do not,
-    nor those of rows with different numbers of windows."""
+def test_windows_without_a_state_run_side_by_side(name, lengths):
+    """As many as a block has places, with the same numbers as one after the other, whatever the memory."""
     ids = tiny.documents(3, 45)
     mask = (torch.arange(45) < torch.tensor(lengths)[:, None]).long()
     results, counts = {}, {}
-    for keep in (0, 1, 4, 100):
-        model, count = tiny.recurrent(name, keep_windows=keep), []
+    for block in (1, 2, 4, 100):
+        model, count = tiny.recurrent(name, block_windows=block), []
         model.backbone.register_forward_hook(lambda *args, count=count: count.append(1))
         out = model(ids, attention_mask=mask, labels=ids, use_state=False)
         assert len(count) <= 8, "no window runs twice"
         out.loss.backward()
-        results[keep], counts[keep] = tiny.gradients(model) | {"loss": out.loss.detach()}, len(count)
+        results[block], counts[block] = tiny.gradients(model) | {"loss": out.loss.detach()}, len(count)
         with torch.no_grad():
             assert_close(model(ids, attention_mask=mask, labels=ids, use_state=False).loss, out.loss.detach())
-    windows = counts[0]
-    parallel = name != "bert" and lengths[-1] > 9
-    assert [counts[keep] for keep in (1, 4, 100)] == [windows, *([-(-windows // 4), 1] if parallel else [windows] * 2)]
-    for keep in (1, 4, 100):
-        tiny.assert_same_gradients(results[keep], results[0])
+    assert counts[100] == 1
+    assert counts[1] > counts[2] > counts[4] >= counts[100]
+    for block in (2, 4, 100):
+        tiny.assert_same_gradients(results[block], results[1])
 
 
 @pytest.mark.parametrize("head", ["sequence", "token"])
@@ -76,21 +74,19 @@ def test_outputs_without_a_state_do_not_depend_on_kept_windows(head):
         assert_close(model(ids, use_state=False).logits, expected)
 
 
-@pytest.mark.parametrize("keep", [0, 3, 8])
-def test_no_more_windows_run_in_parallel_than_keep_windows(keep, monkeypatch):
-    model, sizes = tiny.recurrent("gpt2", overlap=0, keep_windows=keep), []
+@pytest.mark.parametrize("block", [1, 3, 8])
+def test_no_more_windows_run_side_by_side_than_a_block_has_places(block, monkeypatch):
+    model, sizes = tiny.recurrent("gpt2", overlap=0, block_windows=block), []
     monkeypatch.setattr(
         bptt._TwoPassRecompute,
         "_run_and_keep",
         lambda *args: pytest.fail("there is no second pass to keep a graph for"),
     )
-    model.backbone.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    model.backbone.register_forward_hook(lambda module, args, out: sizes.append(len(out.last_hidden_state)))
     ids = tiny.documents(1, 30 * 8)
     model(ids, labels=ids, use_state=False).loss.backward()
     assert sum(sizes) == 30
-    assert max(sizes) == max(keep, 1)
+    assert max(sizes) == block
 
 
 def test_as_many_windows_are_kept_as_fit_in_memory(monkeypatch):

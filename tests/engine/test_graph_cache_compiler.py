@@ -33,7 +33,8 @@ def test_a_wrong_compilation_is_found_and_not_used(captures, compiler, caplog):
     used, factor = compiler
     factor[0] = 1.5
     for pair, run in ((model_pair, step), (qa_pair, qa_step)):
-        plain, fast = pair("bert" if pair is qa_pair else "llama", training=True, slots=0, recent=3, window=14)
+        fields = {"slots": 0, "recent": 3, "window": 14, "block_windows": 1}
+        plain, fast = pair("bert" if pair is qa_pair else "llama", training=True, **fields)
         fast.fast_path = "compiled"
         used.clear()
         for seed in range(3):

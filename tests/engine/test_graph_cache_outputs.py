@@ -201,4 +201,4 @@ def test_documents_are_encoded_like_eagerly(name, settings, captures, monkeypatc
             expected, out = expected.vectors, out.vectors
         assert_close(torch.from_numpy(out), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
     assert captures
-    assert len(replayed) > 10
+    assert len(replayed) > (0 if settings == {"use_state": False} else 10), "windows run side by side without a state"

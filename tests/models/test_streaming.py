@@ -17,12 +17,13 @@ def pieces(**kwargs):
 
     def read(piece, state):
         """A state that holds the index of each document and how many of its tokens were read."""
+        starts = [start for start, _ in piece.spans]
         if state is None:
-            assert piece.start == 0
+            assert not any(starts)
         else:
             assert state.tokens[:, 0].tolist() == piece.documents
-            assert state.read.tolist() == [piece.start] * len(piece.documents)
-        counts = torch.tensor([min(LENGTHS[i], piece.stop) for i in piece.documents])
+            assert state.read.tolist() == starts
+        counts = torch.tensor([stop for _, stop in piece.spans])
         index = torch.tensor(piece.documents)[:, None]
         return RecurrentOutput(
             state=State({"vector": index.float()}, counts > 0, index, torch.ones_like(counts), counts)
@@ -32,25 +33,37 @@ def pieces(**kwargs):
     return [piece for piece, _ in streamed]
 
 
+@pytest.mark.parametrize("block_windows", [1, 2, 3, 100])
 @pytest.mark.parametrize("separate_final", [False, True])
 @pytest.mark.parametrize(("windows_per_call", "batch_size"), [(1, 1), (1, 3), (2, 4), (16, 100)])
-def test_every_token_is_read_once_and_in_order(windows_per_call, batch_size, separate_final):
+def test_every_token_is_read_once_and_in_order(windows_per_call, batch_size, separate_final, block_windows):
     tokens = {i: [] for i, length in enumerate(LENGTHS) if length}
-    for piece in pieces(windows_per_call=windows_per_call, batch_size=batch_size, separate_final=separate_final):
+    for piece in pieces(windows_per_call=windows_per_call, batch_size=batch_size, separate_final=separate_final,
+                        block_windows=block_windows):  # fmt: skip
         assert len(piece.documents) <= batch_size
-        ends = [LENGTHS[i] <= piece.stop for i in piece.documents]
+        ends = [LENGTHS[i] == stop for i, (_, stop) in zip(piece.documents, piece.spans, strict=True)]
         assert piece.final == all(ends)
-        if separate_final:
+        if separate_final or block_windows > 1:
             assert len(set(ends)) == 1
-        for i in piece.documents:
-            tokens[i] += range(piece.start, min(LENGTHS[i], piece.stop))
+        if block_windows > 1:
+            windows = [-(-max(stop - start - OVERLAP, 1) // STRIDE) for start, stop in piece.spans]
+            assert sum(windows) <= block_windows + len(windows), "a window more where a document goes on"
+        for i, (start, stop) in zip(piece.documents, piece.spans, strict=True):
+            tokens[i] += range(start, stop)
     assert tokens == {i: list(range(length)) for i, length in enumerate(LENGTHS) if length}
 
 
 def test_pieces_end_one_token_after_a_window():
     (first, *later) = pieces(windows_per_call=2, batch_size=1)[:4]
-    assert (first.documents, first.start, first.stop) == ([7], 0, 2 * STRIDE + OVERLAP + 1)
-    assert [(piece.start, piece.stop) for piece in later] == [(15, 27), (27, 39), (39, 51)]
+    assert (first.documents, first.spans) == ([7], [(0, 2 * STRIDE + OVERLAP + 1)])
+    assert [piece.spans for piece in later] == [[(15, 27)], [(27, 39)], [(39, 41)]]
+
+
+def test_blocks_are_full_until_documents_end():
+    """Long documents one after the other, then what is left of several."""
+    spans = [(piece.documents, piece.spans) for piece in pieces(windows_per_call=2, batch_size=9, block_windows=3)]
+    assert spans[:5] == [([7], [(0, 21)]), ([7], [(21, 39)]), ([0], [(0, 21)]), ([0], [(21, 39)]),
+                         ([7, 0], [(39, 41), (39, 40)])]  # fmt: skip
 
 
 def test_short_documents_are_skipped():

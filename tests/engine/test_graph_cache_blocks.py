@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured blocks of windows: the same numbers as eagerly, and few graphs for blocks of many sizes."""
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.fast_path import graphs_of, model_pair, qa_pair, qa_step, step
+from torch.testing import assert_close
+
+import carryforward as cf
+from carryforward.engine import block_size, cuda_graphs, graph_cache
+from carryforward.engine.window_buffers import Sizes, shared_room
+
+KV = {"slots": 0, "recent": 3, "sinks": 1}
+RAGGED = [(45, 45, 45), (45, 30, 9), (45, 38, 20), (45, 45, 2), (9, 8, 3)]
+
+
+def masks():
+    return [(torch.arange(45) < torch.tensor(lengths)[:, None]).long() for lengths in RAGGED]
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize("block", [2, 100])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert", "modernbert"])
+def test_training_on_blocks_is_captured(name, block, keep, captures):
+    plain, fast = model_pair(name, block_windows=block, keep_windows=keep, **KV)
+    for mask in (*masks(), *masks()):
+        (expected, eager), (out, captured) = (step(model, attention_mask=mask) for model in (plain, fast))
+        assert_close(out.loss, expected.loss)
+        assert_close(out.state.memory["kv"], expected.state.memory["kv"], rtol=1e-4, atol=1e-5)
+        tiny.assert_same_gradients(eager, captured)
+    assert fast.graph_cache._replays
+
+
+@pytest.mark.parametrize("fields", [{"bptt_windows": 2}, {"overlap": 3, "sinks": 0}], ids=str)
+def test_blocks_with_truncated_bptt_or_dropout_are_captured(fields, captures):
+    plain, fast = model_pair("gpt2", training=True, block_windows=2, **KV | fields)
+    for seed in range(4):
+        (expected, eager), (out, captured) = (step(model, seed=seed) for model in (plain, fast))
+        assert_close(out.loss, expected.loss)
+        tiny.assert_same_gradients(eager, captured)
+    assert fast.graph_cache._replays
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_blocks_with_questions_in_front_are_captured(name, captures):
+    fields = {"slots": 0, "recent": 2, "sinks": 1, "window": 16, "block_windows": 3}
+    plain, fast = qa_pair(name, **fields)
+    for questions in (tiny.QUESTIONS, [[5], [6, 7, 8, 9], [10, 11]], tiny.QUESTIONS, tiny.QUESTIONS):
+        (expected, eager), (out, captured) = (qa_step(model, questions=questions) for model in (plain, fast))
+        assert_close(out.loss, expected.loss)
+        tiny.assert_same_gradients(eager, captured)
+    assert fast.graph_cache._replays
+
+
+@pytest.mark.parametrize("path", ["auto", "compiled"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_documents_of_many_lengths_are_scored_with_few_graphs(name, path, captures, monkeypatch):
+    monkeypatch.setitem(block_size.BLOCK_TOKENS, "cpu", 12 * 8)  # twelve windows
+    monkeypatch.setattr(graph_cache, "compiled_layers", lambda model: torch.no_grad())
+    lengths = [250, 97, 61, 60, 59, 44, 31, 30, 29, 28, 17, 16, 9, 8, 7, 3, 2] * 2
+    documents = [tiny.documents(1, length, seed)[0].tolist() for seed, length in enumerate(lengths)]
+    plain, fast = model_pair(name, **KV)
+    fast.fast_path = path
+    for _ in range(3):
+        for use_state in (True, False):
+            expected, out = (cf.perplexity(model, documents, batch_size=6, use_state=use_state).nats
+                             for model in (plain, fast))  # fmt: skip
+            assert out == pytest.approx(expected, rel=1e-5)
+    assert fast.graph_cache._replays
+    assert len(graphs_of(fast, cuda_graphs.CapturedForward)) <= 12
+
+
+def test_room_is_shared_by_blocks_of_similar_sizes():
+    room = shared_room(Sizes(3, 20, 0, 3), rows=32)
+    assert room == Sizes(4, 28, 0, 4)
+    assert Sizes(1, 28, 0, 2).fit(room)
+    assert not Sizes(5, 20, 0, 3).fit(room)
+    assert not Sizes(0, 20, 0, 3).fit(room), "without first windows nothing is computed for them"
+    assert not Sizes(3, 20, 1, 3).fit(room)
+    assert list(Sizes(3, 20, 0, 3).places(room)) == [(slice(0, 3), slice(0, 3)), (slice(4, 24), slice(3, 23))]
