@@ -74,7 +74,7 @@ class CachePlaces:
             buffer[self.rows, self.window.start + first : self.window.stop + first] = tokens.to(buffer.dtype)
         else:
             rows, window = self.rows.to(buffer.device), self.window.to(buffer.device)  # type: ignore[union-attr]
-            buffer[rows, window + first] = tokens.to(buffer.dtype)
+            buffer[rows, window + first if first else window] = tokens.to(buffer.dtype)
 
     def store_state(self, kv: Tensor, state: Tensor) -> None:
         """Store the state's keys and values [b, 2, heads, S, d] at the first places of a buffer."""
