@@ -220,27 +220,35 @@ def graphed_forward(model: Any, ids: Tensor, window: int, windows: int) -> Calla
 
 
 def generation(device: str, report: Report) -> None:
-    """Greedy generation, in bfloat16 on a GPU, with Hugging Face's loop. Tokens per second of the whole batch."""
+    """Greedy generation, in bfloat16 on a GPU, with Hugging Face's loop. Tokens per second of the whole batch.
+
+    Both memories take turns with Hugging Face's cache; a row for each.
+    """
     shape, new = ("gpt2-small", 400) if device == "cuda" else ("bundled", 200)
     window, vocabulary = SHAPES[shape]["window"], SHAPES[shape]["vocab_size"]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     plain = base(shape, device, n_positions=1024).to(dtype).eval()
-    model = recurrent(shape, device).to(dtype).eval()
+    memories = {"vector": {}, "keys and values": {"memory": half_a_window(shape)}}
+    models = {memory: recurrent(shape, device, **fields).to(dtype).eval() for memory, fields in memories.items()}
+    report.drop("generation", shape)  # of the vector alone
     greedy = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     static = {"cache_implementation": "static"} if device == "cuda" else {}
     name = "Hugging Face, static cache, compiled" if static else "Hugging Face"
-    for batch in (1, 16) if device == "cuda" else (1,):
+    for batch in (1, 16) if device == "cuda" else (1, 4):
         ids = torch.randint(vocabulary, (batch, 16), device=device)
-        far = model.advance_state(torch.randint(vocabulary, (batch, 50_000 // window * window + 16), device=device))
-        sides = {
-            name: partial(plain.generate, ids, **greedy, **static),
-            "recurrent": partial(model.generate, ids, **greedy),
-            "recurrent, from token 50,000": partial(model.generate, state=far, **greedy),
-        }
+        long = torch.randint(vocabulary, (batch, 50_000 // window * window + 16), device=device)
+        sides = {(name, ""): partial(plain.generate, ids, **greedy, **static)}
+        for memory, model in models.items():
+            sides["recurrent", memory] = partial(model.generate, ids, **greedy)
+            far = model.advance_state(long)
+            sides["recurrent, from token 50,000", memory] = partial(model.generate, state=far, **greedy)
         for side in sides.values():
             side()
-        times = time_interleaved(sides, 3 if device == "cuda" else 5, batch * new, device)
-        report.add({"row": "generation", "shape": shape, "batch": batch, "windows": None, "sides": times})
+        times = time_interleaved(sides, 3 if device == "cuda" else 7, batch * new, device)
+        for memory in models:
+            of_row = {side: taken for (side, of), taken in times.items() if of in ("", memory)}
+            row = {"row": f"generation, {memory}", "shape": shape, "batch": batch, "windows": None}
+            report.add({**row, "sides": of_row})
 
 
 # --- length --------------------------------------------------------------------------------------------------------

@@ -23,9 +23,15 @@ TARGETS: list[tuple[str, str, str, dict[str, float]]] = [
     ("evaluation, overlap 0", "recurrent", "plain forward", {"cuda": 0.95, "cpu": 0.95}),
     ("evaluation, overlap 0", "recurrent", "plain forward, compiled and graphed", {}),
     ("evaluation, overlap 50 %", "recurrent", "Hugging Face's strided loop", {"cuda": 8.0}),
-    ("generation", "recurrent", "Hugging Face, static cache, compiled", {"cuda": 1.0}),
-    ("generation", "recurrent", "Hugging Face", {}),
-    ("generation", "recurrent, from token 50,000", "recurrent", {}),
+    *(
+        (f"generation, {memory}", side, against, targets)
+        for memory in ("vector", "keys and values")
+        for side, against, targets in (
+            ("recurrent", "Hugging Face, static cache, compiled", {"cuda": 1.0}),
+            ("recurrent", "Hugging Face", {"cpu": 0.95}),
+            ("recurrent, from token 50,000", "recurrent", {}),
+        )
+    ),
 ]
 TITLE = """# Speed
 

@@ -59,9 +59,9 @@ def autocast(device: str) -> Any:
 # --- timing --------------------------------------------------------------------------------------------------------
 
 
-def time_interleaved(sides: dict[str, Callable[[], object]], rounds: int, tokens: int, device: str) -> dict[str, Any]:
+def time_interleaved(sides: dict[Any, Callable[[], object]], rounds: int, tokens: int, device: str) -> dict[Any, Any]:
     """Time the sides in turns, several rounds. Returns tokens per second of each: median, slowest and fastest."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[Any, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
             synchronize(device)

@@ -5,8 +5,9 @@ A new family is a row of `ARCHITECTURES`. Together with `hooks` and `attention` 
 model's inside.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,18 +104,45 @@ class Architecture:
         cos, sin = torch.stack([cos, torch.ones_like(cos)], dim=2), torch.stack([sin, torch.zeros_like(sin)], dim=2)
         return rotate_keys(kv, cos[:, :, :, None, None], sin[:, :, :, None, None])
 
-    def cache_masks(self, config: Any, positions: Tensor, keys: int) -> Any:
-        """Attention masks for queries at `positions` [B, n] of a window over the first `keys` places of a cache.
+    def cache_masks(
+        self,
+        config: Any,
+        positions: Tensor,
+        keys: int,
+        state_columns: Sequence[int],
+        with_state: Tensor,
+        last: int | None = None,
+    ) -> list[Tensor | None]:
+        """Each layer's attention mask for queries at `positions` [B, n] of a window over a cache, [B, 1, n, S + keys].
 
         transformers cannot make them: keys stay in place, and every row is at another position.
+
+        Args:
+            keys: places of the window that attention sees.
+            state_columns: for each layer, how many places in front of them belong to the state (S).
+            with_state: the rows that see these, [B].
+            last: one query a row, all at this position, sees all places: a layer needs a mask only if its sliding
+                window is shorter.
         """
-        distance = positions[:, None, :, None] - torch.arange(keys, device=positions.device)  # [B, 1, n, keys]
-        full = distance >= 0
-        sliding = getattr(config, "sliding_window", None)
-        near = full if sliding is None else full & (distance < sliding)
-        if config._attn_implementation.endswith("eager"):
-            full, near = (torch.zeros_like(m, dtype=torch.float).masked_fill(~m, MASKED) for m in (full, near))
-        return {"full_attention": full, "sliding_attention": near} if self.masks_by_type else near
+
+        @cache  # layers of the same kind share a mask
+        def mask(sliding: int | None, columns: int) -> Tensor | None:
+            if last is not None and (sliding is None or last < sliding):
+                return None
+            distance = positions[:, None, :, None] - torch.arange(keys, device=positions.device)  # [B, 1, n, keys]
+            near = distance >= 0 if sliding is None else (distance >= 0) & (distance < sliding)
+            state = with_state[:, None, None, None].expand(-1, 1, positions.shape[1], columns)
+            visible = torch.cat([state, near], dim=-1)
+            if config._attn_implementation.endswith("eager"):
+                return torch.zeros_like(visible, dtype=torch.float).masked_fill(~visible, MASKED)
+            return visible
+
+        return [mask(*layer) for layer in zip(self.sliding_windows(config), state_columns, strict=True)]
+
+    def replaced_mask(self, device: torch.device) -> Any:
+        """A mask for the base model, so that it makes none; `hooks` replace it by those of `cache_masks`."""
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        return {"full_attention": mask, "sliding_attention": mask} if self.masks_by_type else mask
 
     def layer_list(self, backbone: nn.Module) -> nn.ModuleList:
         return backbone.get_submodule(self.layers)  # type: ignore[return-value]

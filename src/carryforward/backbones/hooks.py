@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import masking_utils
 
-from .architectures import MASKED, Architecture
+from .architectures import Architecture
 from .attention import KV, AttentionContext, KVLink
 
 
@@ -40,8 +40,7 @@ class HookContext:
         num_first: in a block, the first so many windows receive nothing.
         record_kv: whether to record the window's keys and values.
         record_attention: whether to record attention to the state (inside `attention.recording_attention`).
-        state_columns: in generation, by layer, how many of a cache's first positions belong to the state.
-        rows_with_state: in generation, which rows see these, [B].
+        attention_masks: in generation, each layer's attention mask over the cache; see `Architecture.cache_masks`.
         layer_outputs: output: each layer's output, [B, T, k].
         window_kv: output: each layer's keys and values.
         attention_to_state: output: by layer that receives a state, the attention paid to it, [B, heads, T].
@@ -54,8 +53,7 @@ class HookContext:
         self.num_first = 0
         self.record_kv = False
         self.record_attention = False
-        self.state_columns: dict[int, int] = {}
-        self.rows_with_state: Tensor | None = None
+        self.attention_masks: list[Tensor | None] = []
         self.layer_outputs: dict[int, Tensor] | None = {}
         self.window_kv: dict[int, KV] = {}
         self.attention_to_state: dict[int, Tensor] = {}
@@ -129,8 +127,8 @@ def _enter_layer(number: int, norm: str | None, layer: nn.Module, args: tuple, k
     if context is None:
         return None
     extra: dict[str, Any] = {}
-    if context.state_columns.get(number):
-        extra["state_columns"] = context.state_columns[number], context.rows_with_state
+    if context.attention_masks:
+        extra["cache_mask"] = context.attention_masks[number - 1]
     if number in context.slots:
         hidden = args[0] if args else kwargs["hidden_states"]
         extra["slots"] = _normed(layer, norm, context.slots[number].to(hidden.dtype))
@@ -168,14 +166,15 @@ def _record_layer(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, 
 
 
 def _prepend_slots(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Put the slots in front of an attention module's input."""
-    if "state_columns" in kwargs:
-        kwargs = {**kwargs, "attention_mask": _show_state(kwargs["attention_mask"], *kwargs["state_columns"])}
+    """Put the slots in front of an attention module's input, and the mask over a cache in its place."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if "cache_mask" in kwargs:
+        mask = kwargs["cache_mask"]
+        kwargs = {**kwargs, "attention_mask": mask if mask is None else mask.to(hidden.device)}
     slots = kwargs.get("slots")
     if slots is None:
         return args, kwargs
     count = slots.shape[1]
-    hidden = args[0] if args else kwargs["hidden_states"]
     hidden = torch.cat([slots.to(hidden.device, hidden.dtype), hidden], dim=1)
     grown: dict[str, Any] = {"attention_mask": _grow_mask(kwargs.get("attention_mask"), count)}
     if kwargs.get("position_embeddings") is not None:
@@ -198,14 +197,6 @@ def _grow_mask(mask: Tensor | None, count: int) -> Tensor | None:
     assert mask.ndim == 4, f"a mask [B, heads, queries, keys] was expected, got {tuple(mask.shape)}"
     rows = count if mask.shape[2] > 1 else 0  # one row may serve all queries
     return pad(mask, (count, 0, rows, 0), value=True if mask.dtype == torch.bool else 0.0)
-
-
-def _show_state(mask: Tensor, count: int, rows_with_state: Tensor) -> Tensor:
-    """Add mask columns for the state in a cache, visible in the rows that have one."""
-    visible = rows_with_state.to(mask.device)[:, None, None, None].expand(-1, 1, mask.shape[2], count)
-    if mask.dtype != torch.bool:
-        visible = torch.zeros_like(visible, dtype=mask.dtype).masked_fill(~visible, MASKED)
-    return torch.cat([visible, mask], dim=-1)
 
 
 def _grow_rotation(rotation: Tensor, count: int) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..backbones.hooks import HookContext
 from . import cuda_graphs
 from .window_model import WindowModel
 
@@ -20,19 +19,10 @@ class StepCache(Protocol):
 
     positions: list[int]
 
-    def state_columns(self) -> dict[int, int]: ...
-
     def rows_with_state(self) -> list[bool]: ...
 
-    def run_base(
-        self,
-        model: Any,
-        rows: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        unread: Tensor,
-        context: HookContext,
-        last: Tensor,
+    def run_step(
+        self, model: Any, rows: Tensor, column: Tensor, positions: Tensor, ended: Tensor, with_state: Tensor
     ) -> Tensor: ...
 
 
@@ -51,18 +41,15 @@ class DecodeGraph:
     def __init__(self, cache: StepCache, model: WindowModel, column: Tensor):
         device = model.device
         self.column = column.to(device).clone()
-        self.rows = torch.arange(len(column), device=device)
+        self.rows = torch.arange(len(column), device=device)[:, None]
         self.position = torch.zeros(len(column), 1, dtype=torch.long, device=device)
         self.new = torch.ones_like(self.position)
         self.with_state = torch.zeros(len(column), dtype=torch.bool, device=device)
-        self.last = torch.zeros(1, dtype=torch.long, device=device)  # stored: a graph does not own what it reads
         self.counts: list[int] = []
         self._refresh(cache)
 
         def step() -> Tensor:  # idempotent: running it again changes nothing
-            context = HookContext()
-            context.state_columns, context.rows_with_state = cache.state_columns(), self.with_state
-            return cache.run_base(model, self.rows, self.column, self.position, self.new == 0, context, self.last)
+            return cache.run_step(model, self.rows, self.column, self.position, self.new == 0, self.with_state)
 
         self.key = decode_key(model)
         with cuda_graphs.uncached_autocast(device):

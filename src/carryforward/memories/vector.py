@@ -257,10 +257,10 @@ class VectorMemory(Memory):
         """Σ w_ℓ h^(ℓ) with w = softmax(α); or the layers concatenated if they are not mixed."""
         if self.config.pooled_layers != "all":
             return torch.cat(list(layers), dim=-1)
-        weights = self.layer_weights.to(layers[0].dtype)
-        total = weights[0] * layers[0]
-        for weight, layer in zip(weights[1:], layers[1:], strict=True):
-            total = total + weight * layer
+        first, *others = self.layer_weights.to(layers[0].dtype).unbind()
+        total = first * layers[0]
+        for weight, layer in zip(others, layers[1:], strict=True):
+            total = torch.addcmul(total, weight, layer)
         return total
 
     def feed_forward(self, z: Tensor) -> Tensor:

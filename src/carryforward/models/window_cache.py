@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache of generation: keys and values of the current window, and the state that enters it.
 
-The window's keys and values stay in place in buffers of the window's size. When a row's window is full, its memories
-write their state, the overlap is read again as the start of the next window, and the buffers are reused: neither time
-nor memory depends on how much was written. Rows are at different positions of their windows, so every row has its own
-position. The recurrent model comes with every call; the cache holds none.
+The window's keys and values stay in place in buffers of the window's size, of which attention sees what is filled. When
+a row's window is full, its memories write their state, the overlap is read again as the start of the next window, and
+the buffers are reused: neither time nor memory depends on how much was written. Rows may be at different positions of
+their windows, so every row has its own. The recurrent model comes with every call; the cache holds none.
 
 On a GPU the decoding step is captured (`engine.decode_graph`): everything that it reads and writes stays in place.
 """
@@ -23,6 +23,7 @@ from ..engine.graph_cache import first_line
 from ..memories.base import WindowRecord
 from ..state import State
 from ..windows import Span
+from .cache_places import CachePlaces
 
 CAPTURE_AFTER = 4  # tokens: a capture takes as long as a few
 
@@ -56,8 +57,7 @@ class WindowCache(Cache):
         self.columns = 0
         self.ends: tuple[int, ...] = ()
         self.has_beams = False
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.kv: dict[int, Tensor] = {}  # by layer, [B, 2, heads, places of the state and of the window, d]
         self.positions: list[int] = []
         self._memory: dict[str, Tensor] = {}  # the state, by kind of memory
         self._features: dict[str, Tensor] = {}  # of each token of the window, by kind of memory
@@ -82,23 +82,19 @@ class WindowCache(Cache):
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store a call's keys and values, [b, heads, n, d], after the state's; return those of the whole window."""
-        state_columns = self._state_columns[layer_idx + 1]
-        places = self._places + state_columns
-        if layer_idx + 1 in self._past_kv:
-            past = self._past_kv[layer_idx + 1]
-            key, value = (torch.cat([old.to(new), new], dim=2) for old, new in zip(past, (key, value), strict=True))
-        if key.shape[2] > places.shape[1]:  # the call brings the state: it comes first
-            front = torch.arange(state_columns, device=places.device).expand(len(places), -1)
-            places = torch.cat([front, places], dim=1)
-        results = []
-        for buffers, new in ((self.keys, key), (self.values, value)):
-            if layer_idx not in buffers:
-                shape = (self._batch, key.shape[1], state_columns + self._window + 1, new.shape[3])
-                buffers[layer_idx] = new.new_zeros(shape)
-            buffer, rows = buffers[layer_idx], self._rows.to(new.device)
-            buffer[rows[:, None], :, places.to(new.device)] = new.transpose(1, 2).to(buffer.dtype)
-            results.append(buffer if len(rows) == len(buffer) else buffer[rows])
-        return results[0], results[1]
+        layer, places, kv = layer_idx + 1, self._places, torch.stack((key, value), dim=1)
+        if layer in self._past_kv:
+            kv = torch.cat([torch.stack(self._past_kv[layer], dim=1).to(kv), kv], dim=3)
+        columns, entering = self._state_columns[layer], kv.shape[3] - places.positions.shape[1]
+        if layer_idx not in self.kv:
+            shape = (self._batch, *kv.shape[1:3], columns + self._window + 1, kv.shape[4])
+            self.kv[layer_idx] = kv.new_zeros(shape)
+        buffer = self.kv[layer_idx]
+        if entering:  # the call brings the state, which comes first
+            places.store_state(buffer, kv[:, :, :, :entering])
+        places.store(buffer.transpose(1, 3), kv[:, :, :, entering:].transpose(1, 3), columns)
+        keys, values = places.visible(buffer, columns).unbind(1)
+        return keys, values
 
     def reset(self, *args: Any) -> None:
         """Refused, like the methods below: the inherited ones would silently do nothing."""
@@ -118,7 +114,7 @@ class WindowCache(Cache):
         def reordered(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, beam_idx.to(tensor.device))
 
-        groups: tuple[dict[Any, Tensor], ...] = (self.keys, self.values, self._memory, self._features)
+        groups: tuple[dict[Any, Tensor], ...] = (self.kv, self._memory, self._features)
         for tensors in groups:
             for name, tensor in tensors.items():
                 tensors[name] = reordered(tensor)
@@ -166,7 +162,7 @@ class WindowCache(Cache):
             ids, mask, before, overlap=self.overlap, use_state=self.use_state, allow_other_model=self.allow_other_model
         )
         self.state_before = None
-        self.keys, self.values = {}, {}  # there may be more rows than before
+        self.kv = {}  # there may be more rows than before
         self._decode_graph, self._steps = None, 0
         self._signature, self._model = state.signature, state.model
         self._batch, self._window = len(state), model.config.recurrence.window
@@ -232,7 +228,7 @@ class WindowCache(Cache):
             for group in (first, later) if memory.uses_previous else (rows,):
                 if not group:
                     continue
-                window_kv = [self._window_kv(layer, group) for layer in sorted(self.keys)] if memory.records_kv else []
+                window_kv = [self._window_kv(layer, group) for layer in sorted(self.kv)] if memory.records_kv else []
                 record = WindowRecord([], window_kv, model.rerotate)
                 features = self._features[kind][group] if kind in self._features else torch.empty(0)
                 previous = self._memory[kind][group] if group is later else None
@@ -242,8 +238,8 @@ class WindowCache(Cache):
 
     def _window_kv(self, layer: int, rows: list[int]) -> KV:
         """The window's keys and values of a layer, counted from 0, without the state's."""
-        first = self._state_columns[layer + 1]
-        return self.keys[layer][rows, :, first:], self.values[layer][rows, :, first:]
+        keys, values = self.kv[layer][rows, :, :, self._state_columns[layer + 1] :].unbind(1)
+        return keys, values
 
     def _next(self, model: Any, column: Tensor, new: list[int]) -> Tensor:
         """Read one more token in every row that continues, none of which begins a window."""
@@ -279,62 +275,66 @@ class WindowCache(Cache):
 
         A row of length 0 runs along without effect: taking it out of the batch would copy the others' buffers.
         """
-        device = model.device
-        start = torch.tensor([self.positions[row] for row in rows], device=device)[:, None]
-        offset = torch.arange(tokens.shape[1], device=device)
-        unread = offset >= torch.tensor(lengths, device=device)[:, None]
-        index = self._index(rows)
-        context = HookContext()
+        places = CachePlaces.of_call(
+            rows, [self.positions[row] for row in rows], lengths, [self._sees_state(row) for row in rows],
+            batch=self._batch, window=self._window, device=model.device,
+        )  # fmt: skip
+        context, columns = HookContext(), self._state_columns if places.sees_state else {}
         if brings_state:
-            state = {kind: x.index_select(0, index.to(x.device)) for kind, x in self._memory.items()}
+            state = {kind: x[self._index(rows).to(x.device)] for kind, x in self._memory.items()}
             model.memory.read(state, context)
             # Carried keys and values go into the cache, from which attention reads them.
             self._past_kv, context.past_kv = context.past_kv, {}
-            context.state_columns = {layer: kv[0].shape[2] for layer, kv in self._past_kv.items()}
-        else:
-            context.state_columns = self.state_columns()
-        context.rows_with_state = torch.tensor([self._sees_state(row) for row in rows])
+            columns = {layer: kv[0].shape[2] for layer, kv in self._past_kv.items()}
         last = sorted({max(length - 1, 0) for length in lengths})
-        logits = self.run_base(model, index, tokens.to(device), start + offset, unread, context, torch.tensor(last))
+        logits = self._run_base(model, tokens.to(model.device), places, context, columns, last)
         self._past_kv = {}
         for row, length in zip(rows, lengths, strict=True):
             self.positions[row] += length
+        if len(last) == 1:
+            return logits
         return logits[torch.arange(len(rows)), [last.index(max(length - 1, 0)) for length in lengths]][:, None]
 
-    def run_base(
+    def run_step(
+        self, model: Any, rows: Tensor, column: Tensor, positions: Tensor, ended: Tensor, with_state: Tensor
+    ) -> Tensor:
+        """Read one more token in every row, whatever the positions [B, 1] are: what a CUDA graph captures."""
+        places = CachePlaces.of_rows(rows, positions, ended, with_state, self._window, self._window)
+        return self._run_base(model, column, places, HookContext(), self._state_columns, [0])
+
+    def _run_base(
         self,
         model: Any,
-        rows: Tensor,
         tokens: Tensor,
-        positions: Tensor,
-        unread: Tensor,
+        places: CachePlaces,
         context: HookContext,
-        last: Tensor,
+        state_columns: dict[int, int],
+        last: Sequence[int],
     ) -> Tensor:
-        """Run the base model on tokens [b, n] of some rows, at these positions of their windows; logits of `last`."""
-        # Padding goes to a place after the window that no query sees.
-        self._places, self._rows = positions.masked_fill(unread, self._window), rows
-        inside = positions.clamp(max=self._window - 1)
-        shifted = model.memory.shift_positions(inside, 0)
-        position_ids = inside
+        """Run the base model on tokens [b, n]; logits of the columns `last`."""
+        self._places, positions = places, places.positions
+        architecture, base_config = model.config.architecture, model.config.base_config
+        context.attention_masks = architecture.cache_masks(
+            base_config, positions, places.keys, [state_columns.get(layer, 0) for layer in self._state_columns],
+            places.with_state, places.last,
+        )  # fmt: skip
+        shifted = model.memory.shift_positions(positions, 0)
         if shifted is not None:
-            assert context.rows_with_state is not None
-            position_ids = torch.where(context.rows_with_state.to(inside.device)[:, None], shifted, inside)
+            positions = torch.where(places.with_state[:, None], shifted, positions)
         out = model.base(
             input_ids=tokens,
-            position_ids=position_ids,
-            attention_mask=model.config.architecture.cache_masks(model.config.base_config, inside, self._window + 1),
+            position_ids=positions,
+            attention_mask=architecture.replaced_mask(tokens.device),
             past_key_values=self,
             use_cache=True,
-            logits_to_keep=last.to(tokens.device),
+            logits_to_keep=1 if tokens.shape[1] == 1 else torch.tensor(last, device=tokens.device),
             hook_context=context,
         )
         if self._features:
             layer_outputs = context.take_layer_outputs()
             for kind, features in self._features.items():
-                new = getattr(model.memory, kind).token_features(layer_outputs)
-                features[rows[:, None], self._places.to(features.device)] = new
-        self._tokens[rows[:, None], self._places.to(self._tokens.device)] = tokens.to(self._tokens)
+                places.store(features, getattr(model.memory, kind).token_features(layer_outputs))
+        places.store(self._tokens, tokens)
         return out.logits
 
     def _sees_state(self, row: int) -> bool:
@@ -343,10 +343,6 @@ class WindowCache(Cache):
 
     def rows_with_state(self) -> list[bool]:
         return [self._sees_state(row) for row in range(self._batch)]
-
-    def state_columns(self) -> dict[int, int]:
-        """For each layer, counted from 1, how many places before its window belong to the state."""
-        return self._state_columns
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(rows, device=self._tokens.device)
