@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed of scoring whole documents with carried keys and values, and against an earlier commit of the library.
 
-"document": one document of 100,000 tokens, with a state, without, and with a state but one window in each call, which
-rules out that windows run together. "books": a hundred documents of different lengths, eight at once.
+"document": one document of 100,000 tokens, with a state, without, and with a state but blocks of one window: one after
+the other. "books": a hundred documents of different lengths, eight at once.
 
 Every commit runs in a process of its own, which imports only the library and `steps`. Their sides are timed in turns,
 so that the speed of the machine is the same for both. The earlier one's API may be older: `add_memory` knows both.
@@ -29,7 +29,7 @@ from steps import SHAPES, autocast, base, synchronize
 
 SEED, TOKENS, BOOKS = 0, 100_000, 100
 BATCH, SCALE = {"document": 1, "books": 8}, {"document": 1.0, "books": 0.25}
-STATE, LOOP, ALONE = "with a state", "with a state, a window per call", "without a state"
+STATE, LOOP, ALONE = "with a state", "with a state, window by window", "without a state"
 EARLIER = "with a state, earlier commit"
 
 
@@ -85,13 +85,16 @@ class Scorer:
     def _perplexity(self, side: str) -> Any:
         import carryforward as cf
 
-        module = sys.modules[cf.perplexity.__module__]
-        before = module.WINDOWS_PER_CALL  # type: ignore[attr-defined]
-        module.WINDOWS_PER_CALL = 1 if side == LOOP else before  # type: ignore[attr-defined]
-        try:
+        if side != LOOP:
             return cf.perplexity(self.model, self.documents, use_state=side != ALONE, batch_size=self.batch)
+        from carryforward.engine.block_size import BLOCK_TOKENS
+
+        tokens = BLOCK_TOKENS[self.device]
+        BLOCK_TOKENS[self.device] = 1  # one window
+        try:
+            return cf.perplexity(self.model, self.documents, batch_size=self.batch)
         finally:
-            module.WINDOWS_PER_CALL = before  # type: ignore[attr-defined]
+            BLOCK_TOKENS[self.device] = tokens
 
 
 def serve(shape: str, device: str, part: str, path: str, scale: str) -> None:
