@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`carryforward qa train`: the memory of a trained model, by default and with the paper's preset."""
 
+import copy
+import dataclasses
 import json
 
 import pytest
@@ -133,26 +135,24 @@ def test_the_number_of_windows_side_by_side_is_recorded(home, tmp_path):
 def test_resumed_with_other_memory_equals_never_stopped(home, tmp_path, monkeypatch):
     """With dropout, whose random numbers are drawn block by block."""
     tokenizer = AutoTokenizer.from_pretrained(home / "encoder")
-    questions = cf.read_questions(home / "questions.json")
-
-    def trainer(folder, measured, *callbacks, **fields):
-        monkeypatch.setattr(base_trainer, "measure_block_windows", lambda model, rows: measured)
-        torch.manual_seed(0)
-        encoder = BertModel.from_pretrained(home / "encoder")
-        model = cf.add_recurrence(
-            encoder, tokenizer=tokenizer, head="question-answering", window=40, documents=[range(9, 99)] * 128, **fields
-        )
-        args = cf.QuestionTrainingArguments(
-            str(folder), num_train_epochs=2, per_device_train_batch_size=4, use_cpu=True, save_strategy="steps",
-            save_steps=1, load_best_model_at_end=False, report_to="none", disable_tqdm=True,
-        )  # fmt: skip
-        return cf.QuestionTrainer(model, args, questions, tokenizer=tokenizer, callbacks=[*callbacks])
+    questions = cf.read_questions(home / "questions.json")[:4]
+    made = cf.add_recurrence(
+        BertModel.from_pretrained(home / "encoder"), tokenizer=tokenizer, head="question-answering", window=60,
+        documents=[range(9, 99)] * 128,
+    )  # fmt: skip
 
     def stop(state, control):
         control.should_training_stop = state.global_step == 1
 
-    def run(folder, measured, *callbacks, **fields):
-        job = trainer(folder, measured, *callbacks, **fields)
+    def run(folder, measured, *callbacks, block_windows="auto"):
+        monkeypatch.setattr(base_trainer, "measure_block_windows", lambda model, rows: measured)
+        model = copy.deepcopy(made)
+        model.config.recurrence = dataclasses.replace(made.config.recurrence, block_windows=block_windows)
+        args = cf.QuestionTrainingArguments(
+            str(folder), num_train_epochs=1, per_device_train_batch_size=2, use_cpu=True, save_strategy="steps",
+            save_steps=1, load_best_model_at_end=False, learning_rate=1e-3, report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        job = cf.QuestionTrainer(model, args, questions, tokenizer=tokenizer, callbacks=[*callbacks])
         job.train(resume_from_checkpoint=True)
         return weights(job.model)
 

@@ -118,4 +118,3 @@ def test_what_a_run_records(tmp_path, measured, fields, arguments, expected):
     assert job.inner.block_size.resolved == (None if given else 7)
     used = job.inner.block_size.windows(job.inner, 2, use_state=job.args.use_state, logits=False)
     assert used == expected
-
