@@ -101,6 +101,9 @@ class RecurrentSettings(Settings):
     )
     state_per_layer: bool | None = _vector(None, "vector: a separate one for each layer of --insert-at.")
     bptt_windows: int | None = _memory(None, "Truncated BPTT: detach the state every N windows.", shown="never")
+    block_windows: str | None = _memory(
+        None, "Windows of each row that run side by side, where none waits for another: N or auto.", shown="auto"
+    )
     keep_windows: str | None = _memory(
         None, "Windows of a sample that keep activations instead of recomputing them.", shown="auto"
     )
@@ -124,11 +127,12 @@ class RecurrentSettings(Settings):
             raise ValueError(f"--preset {self.preset}: it must be one of {', '.join(PRESET_MEMORIES)}.")
         if not self.recurrence:
             self._refuse_memory()
-        names = ("window", "overlap", "bptt_windows", "keep_windows")
+        names = ("window", "overlap", "bptt_windows", "block_windows", "keep_windows")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         memory = self._memory_options()
-        if "keep_windows" in values:
-            values["keep_windows"] = _windows(values["keep_windows"])
+        for name, least in (("block_windows", 1), ("keep_windows", 0)):
+            if name in values:
+                values[name] = _windows(name, values[name], least)
         if self.memory is not None or any(len(options) > 1 for options in memory):
             values["memory"] = memory
         return {"preset": self.preset, **values}
@@ -212,11 +216,13 @@ class TrainSettings(RecurrentSettings):
             raise ValueError("--carry-state carries the state, which --no-recurrence removes: choose one.")
 
 
-def _windows(value: str) -> int | str:
-    """Parse --keep-windows."""
-    if value != "auto" and not (value.isascii() and value.isdecimal()):
-        raise ValueError(f"--keep-windows {value}: give a number from 0, or auto.")
-    return value if value == "auto" else int(value)
+def _windows(name: str, value: str, least: int) -> int | str:
+    """Parse --block-windows or --keep-windows."""
+    if value == "auto":
+        return value
+    if not (value.isascii() and value.isdecimal()) or int(value) < least:
+        raise ValueError(f"{flag(name)} {value}: give a number from {least}, or auto.")
+    return int(value)
 
 
 def _layers(values: tuple[str, ...]) -> tuple[int, ...] | int | str:

@@ -13,6 +13,8 @@ from helpers import prose
 from helpers.commands import fail, run, succeed
 from helpers.training_runs import WINDOW, evaluation, write_texts
 
+from carryforward.engine.block_size import BLOCK_TOKENS
+
 
 def test_from_a_folder_of_text_to_a_table(trained, home, tmp_path):
     arguments = ["--window", WINDOW, "--overlap", 0, 3, "--out", tmp_path / "results"]
@@ -34,6 +36,7 @@ def test_json_and_nothing_else_on_stdout(trained, home):
     assert result["kind"] == "evaluation"
     assert "evaluate" in result["command"]
     assert {"commit", "seed", "versions", "hardware", "settings"} <= result.keys()
+    assert result["settings"]["block_tokens"] == BLOCK_TOKENS["cpu"]
     assert result["model"]["base"] == str(home / "model")
     assert [row["use_state"] for row in result["rows"]] == [True, False]
 

@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, 
 
 import carryforward as cf
 from carryforward.engine import graph_cache
+from carryforward.engine.block_size import BLOCK_TOKENS
 from carryforward.memories.kinds import MEMORY_KINDS
 from carryforward.models.loading import load_question_answering
 from carryforward.presets import DEFAULT_SINKS, PRESET_MEMORIES
@@ -147,6 +148,7 @@ def test_whether_there_may_be_no_answer_is_the_files_rule(home, trained, tmp_pat
     for data, allowed in ((tmp_path / "some.json", True), (home / "few.json", False)):
         (found,) = json.loads(succeed(*ask, data).out)
         assert (found["data"]["questions"], found["settings"]["allow_none"]) == (1, allowed)
+        assert found["settings"]["block_tokens"] == BLOCK_TOKENS[found["hardware"]["device"].split(":")[0]]
 
 
 def test_answers_from_a_file_and_from_standard_input(trained, tmp_path, monkeypatch):

@@ -16,6 +16,8 @@ from helpers.training_runs import TRAIN, WINDOW, evaluation, write_texts
 from safetensors import SafetensorError
 
 from carryforward.models import causal_lm
+from carryforward.training import base_trainer
+from carryforward.training.base_trainer import BaseTrainer
 from carryforward.training.callbacks import GracefulStopCallback
 
 
@@ -37,9 +39,9 @@ def test_validation_data_without_splits_is_read_whole(train, home, tmp_path):
 
 def test_what_is_of_training_may_change(trained, train):
     again = ["train", "--model", trained, *train[3:]]
-    succeed(*again, "--keep-windows", 0, "--bptt-windows", 2)
+    succeed(*again, "--keep-windows", 0, "--bptt-windows", 2, "--block-windows", 3)
     recurrence = json.loads((Path(train[-1]) / "config.json").read_text())["recurrence"]
-    assert (recurrence["keep_windows"], recurrence["bptt_windows"]) == (0, 2)
+    assert (recurrence["keep_windows"], recurrence["bptt_windows"], recurrence["block_windows"]) == (0, 2, 3)
     same = ["--memory", "kv", "--window", WINDOW, "--recent", 3, "--sinks", 3, "--overlap", 0]
     succeed(*again[:-1], f"{train[-1]}-2", *same)
 
@@ -65,12 +67,35 @@ def test_a_checkpoint_of_a_plain_run_is_a_plain_model(train, home):
     assert not result["model"]["recurrent"]
 
 
-def test_a_learning_rate_that_diverges_is_passed_over(train):
+def test_a_learning_rate_that_diverges_is_passed_over(train, measured_once, monkeypatch):
+    used, resolve = [], BaseTrainer._resolve_block_windows
+    monkeypatch.setattr(BaseTrainer, "_resolve_block_windows", lambda *args: used.append(resolve(*args)) or used[-1])
     arguments = ["--learning-rate", 1e-3, 1e30, "--warmup-steps", 0, "--search-tokens", 100, "--json"]
     record = json.loads(succeed(*train, *arguments).out)
     assert [trial["rates"][0] for trial in record["search"]] == [1e-3, 1e30]
     assert record["search"][1]["word_perplexity"] is None
     assert record["chosen"]["learning_rate"] == 1e-3
+    assert used == [record["block_windows"]] * 3, "all trials run like the training itself"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], 7),
+        (["--block-windows", 3, "--no-recurrence"], 3),
+        (["--block-windows", 3, "--preset", "paper"], 1),
+    ],
+)
+def test_the_number_of_windows_side_by_side_is_recorded(train, measured_once, arguments, expected):
+    succeed(*train, *arguments, "--train-tokens", 100, "--no-validation")
+    assert json.loads((train[-1] / "run.json").read_text())["block_windows"] == expected
+
+
+@pytest.fixture
+def measured_once(monkeypatch):
+    """ "auto" is measured to 7, at most once."""
+    numbers = iter([7])
+    monkeypatch.setattr(base_trainer, "measure_block_windows", lambda *args: next(numbers))
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -91,12 +116,16 @@ def test_other_settings_in_the_same_folder_are_refused(trained, home):
     assert "Use another --out" in message
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(train, interrupted):
+def test_ctrl_c_saves_and_the_same_command_goes_on(train, interrupted, monkeypatch):
     own = train[-1]
     assert f"saved in {own}. To resume, run the same command again" in interrupted(*train)
     (checkpoint,) = own.glob("checkpoint-*")
     assert f"newest checkpoint is {checkpoint}" in fail("evaluate", own, "--data", "x", code=2)
-    assert json.loads(succeed(*train, "--json").out)["status"] == "finished"
+    before = json.loads((checkpoint / "block_windows.json").read_text())
+    monkeypatch.setattr(base_trainer, "measure_block_windows", None)
+    record = json.loads(succeed(*train, "--json").out)
+    assert record["status"] == "finished"
+    assert record["block_windows"] == before["block_windows"]
 
 
 def test_a_stop_is_no_epochs_end():
@@ -148,6 +177,8 @@ def test_a_corrected_command_may_use_the_folder(train, home):
         (["--warmup-steps", -1], "--warmup-steps -1: it must be at least 0"),
         (["--preset", "paper", "--insert-at", "last"], "--insert-at last: give layer numbers from 1, or all"),
         (["--no-recurrence", "--freeze-base"], "choose one"),
+        (["--block-windows", 0], "--block-windows 0: give a number from 1, or auto"),
+        (["--keep-windows", "-1"], "--keep-windows -1: give a number from 0, or auto"),
         (["--device", "tpu"], "--device tpu: training uses the GPU if there is one, or cpu"),
     ],
 )

@@ -6,6 +6,7 @@ import torch
 from transformers import TrainerCallback
 
 from carryforward.data.documents import Documents
+from carryforward.engine import activation_budget, block_size
 from carryforward.training.trainer import RecurrentTrainer, RecurrentTrainingArguments
 
 from . import tiny
@@ -29,6 +30,14 @@ def trainer(out, *, callbacks=(), held_out=HELD_OUT, settings=None, fields=None,
     }  # fmt: skip
     args = RecurrentTrainingArguments(str(out), **{**defaults, **arguments})
     return RecurrentTrainer(model, args, TRAIN, held_out, callbacks=list(callbacks))
+
+
+def leave_free(job, fitting):
+    """Leave as much memory free as blocks with so many windows of each row take."""
+    rows, share = job.args.per_device_train_batch_size, activation_budget.MEMORY_SHARE["cpu"]
+    weights = activation_budget.RESERVED_BYTES * job.inner.num_parameters(only_trainable=True)
+    free = weights + 2 * (fitting + 0.5) * rows * block_size._activation_bytes(job.inner.train()) / share
+    activation_budget.available_memory = lambda device: free
 
 
 def weights(model):

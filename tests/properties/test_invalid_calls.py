@@ -313,6 +313,7 @@ CASES = {
     recurrence_config: {
         "window": NO_COUNT, "overlap": [-1, 300, "0", True, 1.5, None, NAN], "memory": [None, 5, "lstm", []],
         "bptt_windows": NO_OPTIONAL_COUNT, "keep_windows": [-1, "all", 1.5, True, None, NAN],
+        "block_windows": [0, -1, "all", 1.5, True, None, NAN],
         "keep_graph": NO_FLAG, "offload_states": NO_FLAG, "slots": [2],
     },
     vector_memory: {

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`carryforward qa train`: the memory of a trained model, by default and with the paper's preset."""
 
+import copy
+import dataclasses
 import json
 
 import pytest
 import torch
 from helpers import prose
 from helpers.commands import fail, succeed
+from helpers.trainers import Watch, assert_identical, weights
 from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertModel
+from transformers import AutoTokenizer, BertConfig, BertModel
 
 import carryforward as cf
 from carryforward.models.add_recurrence import recurrence_of
+from carryforward.training import base_trainer
 
 WIDTH, POSITIONS = 16, 128
 
@@ -113,3 +117,48 @@ def test_options_of_another_memory_are_refused(home, tmp_path):
     assert "--slots is an option of the memory vector, and the memory is kv" in fail(*command, "--slots", 2, code=2)
     assert "--recent is an option of the memory kv" in fail(*command, "--preset", "paper", "--recent", 8, code=2)
     assert not (tmp_path / "run").exists()
+
+
+# --- windows side by side --------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_windows_side_by_side_is_recorded(home, tmp_path):
+    model, _ = train(home, tmp_path / "given", "--max-questions", 2, "--block-windows", 3)
+    assert model.config.recurrence.block_windows == 3
+    train(home, tmp_path / "auto", "--max-questions", 2, "--seed", 1)
+    train(home, tmp_path / "waiting", "--max-questions", 2, "--preset", "paper")
+    records = {path.name: json.loads((path / "run.json").read_text()) for path in tmp_path.iterdir()}
+    assert (records["given"]["block_windows"], records["waiting"]["block_windows"]) == (3, 1)
+    assert records["auto"]["block_windows"] > 1
+
+
+def test_resumed_with_other_memory_equals_never_stopped(home, tmp_path, monkeypatch):
+    """With dropout, whose random numbers are drawn block by block."""
+    tokenizer = AutoTokenizer.from_pretrained(home / "encoder")
+    questions = cf.read_questions(home / "questions.json")[:4]
+    made = cf.add_recurrence(
+        BertModel.from_pretrained(home / "encoder"), tokenizer=tokenizer, head="question-answering", window=60,
+        documents=[range(9, 99)] * 128,
+    )  # fmt: skip
+
+    def stop(state, control):
+        control.should_training_stop = state.global_step == 1
+
+    def run(folder, measured, *callbacks, block_windows="auto"):
+        monkeypatch.setattr(base_trainer, "measure_block_windows", lambda model, rows: measured)
+        model = copy.deepcopy(made)
+        model.config.recurrence = dataclasses.replace(made.config.recurrence, block_windows=block_windows)
+        args = cf.QuestionTrainingArguments(
+            str(folder), num_train_epochs=1, per_device_train_batch_size=2, use_cpu=True, save_strategy="steps",
+            save_steps=1, load_best_model_at_end=False, learning_rate=1e-3, report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        job = cf.QuestionTrainer(model, args, questions, tokenizer=tokenizer, callbacks=[*callbacks])
+        job.train(resume_from_checkpoint=True)
+        return weights(job.model)
+
+    whole, other = run(tmp_path / "whole", 2), run(tmp_path / "other", 1)
+    run(tmp_path / "stopped", 2, Watch(stop))
+    with pytest.raises(ValueError, match=r"was trained with 2 .* has 1"):
+        run(tmp_path / "stopped", 2, block_windows=1)
+    assert_identical(run(tmp_path / "stopped", 1), whole)
+    assert any(not torch.equal(other[name], whole[name]) for name in whole)

@@ -19,6 +19,7 @@ from ..backbones.architectures import is_supported, positions_of
 from ..config import RecurrentModelConfig
 from ..data.corpora import default_split
 from ..data.documents import Documents, load_documents
+from ..engine.block_size import block_tokens
 from ..engine.graph_cache import FastPath
 from ..memories.vector import VectorMemoryConfig
 from ..models import argument_checks
@@ -81,7 +82,10 @@ def evaluate(
         "kind": "evaluation",
         **provenance(device),
         "seed": seed,
-        "settings": {field: getattr(settings, field) for field in ("batch_size", "bf16", "reset_every")},
+        "settings": {
+            **{field: getattr(settings, field) for field in ("batch_size", "bf16", "reset_every")},
+            "block_tokens": block_tokens(model) if isinstance(model, RecurrentPreTrainedModel) else None,
+        },
         "model": _describe_model(loaded, window, trained_overlap),
         "data": documents.about(),
         "rows": rows,

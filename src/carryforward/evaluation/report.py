@@ -5,6 +5,7 @@ Reads JSON only; imports neither torch nor transformers. The format of a result 
 
     {"kind": "evaluation", "carryforward": "0.1.0", "commit": "...", "date": "2025-01-31T12:00:00", "command": "...",
      "seed": 0, "versions": {"python": "...", ...}, "hardware": {"device": "...", ...},
+     "settings": {"batch_size": 8, "bf16": false, "reset_every": null, "block_tokens": 8192},
      "model": {"name": "runs/wt103", "base": "gpt2", "recurrent": true, "parameters": 123, "trained_overlap": 0,
                "recurrence": {...} or null, "window": 300},
      "data": {"name": "wikitext-103", "split": "test", "documents": 60, "tokens": 1, "words": 1, "bytes": 1,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..engine.block_size import block_tokens
 from ..models.loading import Loaded, describe_question_answering, load_question_answering
 from ..settings import AnswerSettings
 from ..utils import console
@@ -80,7 +81,7 @@ def _evaluate_model(
         "kind": "answers",
         **provenance(str(model.device)),
         "seed": settings.seed,
-        "settings": used,
+        "settings": {**used, "block_tokens": block_tokens(model)},
         "model": {"name": name, "recurrent": not loaded.untrained, "window": model.config.recurrence.window},
         "data": description,
         "rows": rows,

@@ -18,12 +18,15 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from ..engine.block_size import given_block_windows, measure_block_windows
 from ..utils import checkpoints
 from ..utils.files import SAVING, clear_leftovers, delete_folder, replace_folder
 from ..utils.locks import LOCK, lock_output
 from ..utils.peft import check_trainable_adapters, get_recurrent_model, is_frozen_by_peft
 
 logger = logging.get_logger(__name__)
+
+_BLOCKS = "block_windows.json"  # in a checkpoint: windows of each row that run side by side
 
 
 def no_progress(total: int) -> contextlib.AbstractContextManager[Callable[[int], object]]:
@@ -63,11 +66,19 @@ class BaseTrainingArguments(TrainingArguments):
         super().__post_init__()
 
 
+def _stored_block_windows(checkpoint: str | None) -> int | None:
+    """How many windows ran side by side in the run of a checkpoint; None if there is no checkpoint, or it is older."""
+    path = Path(checkpoint or "") / _BLOCKS
+    return json.loads(path.read_text())["block_windows"] if checkpoint and path.exists() else None
+
+
 class BaseTrainer(Trainer):
     """A `Trainer` for recurrent models. Without `eval_dataset` there is no validation.
 
     Attributes:
         unit: what progress is counted in: tokens, questions.
+        block_windows: windows of each row that run side by side in training, the same in all of a run. With "auto" it
+            is measured before the first step, unless it was set before, as for several runs that are compared.
         validation_progress: called with the size of a validation; gives a context whose function takes each advance.
     """
 
@@ -77,6 +88,7 @@ class BaseTrainer(Trainer):
 
     def __init__(self, model: Any, args: BaseTrainingArguments, *, eval_dataset: Any = None, **kwargs: Any):
         self._staging: Path | None = None
+        self.block_windows: int | None = None
         self.validation_progress = no_progress
         if eval_dataset is None:
             args.eval_strategy, args.load_best_model_at_end = "no", False  # type: ignore[assignment]
@@ -145,6 +157,35 @@ class BaseTrainer(Trainer):
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
 
+    # --- windows side by side -------------------------------------------------------------------------------------
+    # Random numbers are drawn block by block, and sums are rounded by block: a run keeps its number of windows.
+
+    def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> tuple[Any, Any]:
+        prepared = super()._prepare_for_training(max_steps, dataloader, checkpoint)
+        self.block_windows = self._resolve_block_windows(checkpoint)
+        return prepared
+
+    def _resolve_block_windows(self, checkpoint: str | None) -> int:
+        """How many windows run side by side, the same on all processes: as given, as the run began, or measured now."""
+        inner, rows = self.inner, self.args.per_device_train_batch_size
+        given = given_block_windows(inner.config.recurrence, use_state=self.args.use_state)
+        stored = _stored_block_windows(checkpoint)
+        if None not in (given, stored) and given != stored:
+            raise ValueError(
+                f"block_windows: {checkpoint} was trained with {stored} windows of each row side by side, and this run "
+                f'has {given}. Dropout would draw other numbers. Set block_windows to {stored} or "auto", or use '
+                "another output_dir."
+            )
+        windows = given or stored or self.block_windows
+        if windows is None:
+            inner.train()  # as in every step: dropout takes memory
+            with self.accelerator.autocast():
+                windows = measure_block_windows(inner, rows)
+        windows = int(self.accelerator.gather(torch.tensor([windows], device=self.args.device)).min())
+        if given is None:
+            inner.block_size.resolve(windows, rows)
+        return windows
+
     # --- atomic checkpoints ----------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -205,6 +246,8 @@ class BaseTrainer(Trainer):
         super()._save_rng_state(output_dir)
         average = {"loss": float(self._tr_loss), "last_logged": self._globalstep_last_logged}
         (Path(output_dir) / f"loss-{self.args.process_index}.json").write_text(json.dumps(average))
+        if self.args.should_save:
+            (Path(output_dir) / _BLOCKS).write_text(json.dumps({"block_windows": self.block_windows}))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)

@@ -27,7 +27,7 @@ class Interrupted(KeyboardInterrupt):
     """Training was stopped from outside; everything up to here is saved."""
 
 
-_TRAINING_FIELDS = ("bptt_windows", "keep_windows")  # how a recurrence is trained, not what it is
+_TRAINING_FIELDS = ("bptt_windows", "block_windows", "keep_windows")  # how a recurrence is trained, not what it is
 
 
 def check_same_recurrence(config: RecurrentModelConfig, settings: RecurrentSettings) -> None:
@@ -97,9 +97,11 @@ def shared_training_arguments(
 
 
 def train_until_done(trainer: BaseTrainer, run: RunFolder) -> None:
-    """Train until the end or a signal, from the newest intact checkpoint if there is one."""
+    """Train until the end or a signal, from the newest intact checkpoint if there is one. All trainings of a run have
+    the same `block_windows`."""
     stop = GracefulStopCallback()
     trainer.add_callback(stop)
+    trainer.block_windows = run.record.get("block_windows")
     started = time.monotonic()
     try:
         with stop.listening(*STOP_SIGNALS):
@@ -107,6 +109,7 @@ def train_until_done(trainer: BaseTrainer, run: RunFolder) -> None:
     finally:
         # the total, with learning-rate searches and earlier parts of the run
         run.record["seconds"] = run.record.get("seconds", 0.0) + time.monotonic() - started
+        run.record["block_windows"] = trainer.block_windows
         run.write()
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)  # close the bar on errors
     if stop.stopped or stop.requested:

@@ -197,8 +197,9 @@ def _checked_run(record: dict[str, Any], path: Path, remedy: str) -> dict[str, A
     settings, circumstances = record.get("settings"), record.get("circumstances", {})
     if record.get("kind") != "run" or not isinstance(settings, dict) or not isinstance(circumstances, dict):
         raise ValueError(f"{path} is not the record of a training run, or damaged. {remedy}")
-    values = [(record, "tokens", int), (settings, "window", int), (circumstances, "window", int),
-              (settings, "model", str), (settings, "recurrence", bool), (record, "files", dict)]  # fmt: skip
+    values = [(record, "tokens", int), (record, "block_windows", int), (record, "files", dict),
+              (settings, "window", int), (settings, "model", str), (settings, "recurrence", bool),
+              (circumstances, "window", int)]  # fmt: skip
     wrong = [name for owner, name, kind in values if owner.get(name) is not None and type(owner[name]) is not kind]
     if wrong:
         raise ValueError(f"{path} is damaged: {', '.join(wrong)} cannot be right. {remedy}")
