@@ -208,8 +208,8 @@ def test_evaluation_does_not_depend_on_the_block(name, block_tokens):
 
     def scores():
         losses = token_losses(model, documents, batch_size=3)
-        totals = [cf.perplexity(model, documents, batch_size=batch, **fields).nats
-                  for batch in (1, 4) for fields in ({}, {"overlap": 0}, {"reset_every": 3}, {"use_state": False})]  # fmt: skip
+        how = ({}, {"overlap": 0}, {"reset_every": 3}, {"use_state": False})
+        totals = [cf.perplexity(model, documents, batch_size=n, **fields).nats for n in (1, 4) for fields in how]
         return [*map(torch.from_numpy, losses), torch.tensor(totals), _horizon(model, documents)]
 
     for result, expected in zip(scores(), reference(scores), strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def split_windows(x: Tensor, count: int, begin: int = 0, stop: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Of windows [n, heads, T, d]: the first `count`, the others, and positions from `begin` to `stop` of all of them."""
+    """Of windows [n, heads, T, d]: the first `count`, the others, and positions `begin` to `stop` of all of them."""
     return _Split.apply(x, count, begin, stop)
 
 
