@@ -84,9 +84,12 @@ class WindowModel(Protocol):
         """The fields of `WindowInputs` with which windows of these tokens compute what training needs of them."""
         ...
 
-    def run_empty(self) -> Tensor:
-        """A scalar 0 that depends on all weights: for a rank of a sharded run that has no window left."""
+    def run_empty(self, with_outputs: bool = True) -> Tensor:
+        """A scalar 0 that depends on all weights of the base model: for a rank of a sharded run that has no window left.
+        Without `with_outputs` the head does not run."""
         ...
+
+    def get_input_embeddings(self) -> nn.Module: ...
 
     def modules(self) -> Iterator[nn.Module]: ...
 

@@ -271,10 +271,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def probe_outputs(self, ids: Tensor) -> dict[str, Any]:
         return {"outputs": True}
 
-    def run_empty(self) -> Tensor:
+    def run_empty(self, with_outputs: bool = True) -> Tensor:
         """A scalar 0 that depends on the weights: a sharded rank without windows must take part in gathering them."""
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        return self.base(input_ids=ids, use_cache=False).logits.sum() * 0
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.memory.like.device)
+        module, inputs = (self.base if with_outputs else self.backbone), {"input_ids": ids}
+        if self.config.architecture.causal:
+            inputs["use_cache"] = False
+        return module(**inputs)[0].sum() * 0
 
     def rerotate(self, kv: Tensor, distance: int | Tensor) -> Tensor:
         """Re-rotate keys as if they stood `distance` positions further back; see `Architecture.rerotate`."""
