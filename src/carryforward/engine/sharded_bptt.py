@@ -104,7 +104,8 @@ class ShardedUnroll:
 
     def _with_gradients(self, loss: Tensor) -> Tensor:
         """Memories that took no part get gradients of zero: all ranks must reduce the same ones."""
-        return bptt.with_zero_gradients(loss, [p for p in self.program.model.memory.parameters() if p.requires_grad])
+        memory = [weight for weight in self.program.model.memory.parameters() if weight.requires_grad]
+        return bptt.with_zero_gradients(loss, memory).clone()  # FSDP warns of outputs that are views
 
     def _stored(self, state: Tensor) -> Tensor:
         return bptt.offloaded(state) if self.offload else state

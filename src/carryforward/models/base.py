@@ -340,7 +340,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     @property
     def _vocabulary(self) -> int:
-        return self.get_input_embeddings().weight.shape[0]
+        return self.get_input_embeddings().num_embeddings  # FSDP shards the weight
 
     @property
     def _num_classes(self) -> int:
