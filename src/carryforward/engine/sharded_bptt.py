@@ -95,7 +95,7 @@ class ShardedUnroll:
         def work() -> tuple[Tensor, ...]:
             entering = state.to(self.program.model.memory.like.dtype)  # FSDP may gather weights in a lower precision
             outputs, after = self.program.run(self.program.batches[i], entering, with_outputs)
-            return (*map(self._with_gradients, outputs), after)
+            return (*map(self._with_gradients, outputs), after.clone())  # FSDP warns of outputs that are views
 
         # The state goes around FSDP's hooks: its gradient is known before those of all weights, which FSDP would reduce
         # at that moment.
@@ -105,7 +105,7 @@ class ShardedUnroll:
     def _with_gradients(self, loss: Tensor) -> Tensor:
         """Memories that took no part get gradients of zero: all ranks must reduce the same ones."""
         memory = [weight for weight in self.program.model.memory.parameters() if weight.requires_grad]
-        return bptt.with_zero_gradients(loss, memory).clone()  # FSDP warns of outputs that are views
+        return bptt.with_zero_gradients(loss, memory).clone()
 
     def _stored(self, state: Tensor) -> Tensor:
         return bptt.offloaded(state) if self.offload else state

@@ -42,9 +42,9 @@ def sharded_backward(
     Returns:
         the loss, detached, and the state after the documents.
     """
-    model = _recurrent_model(module)
     if labels is None:
         raise ValueError("labels=None: sharded_backward needs labels, as the loss is computed block by block.")
+    model = _recurrent_model(module)
     with torch.enable_grad():
         plan = model._plan(
             input_ids, attention_mask, labels, state, overlap=None, use_state=use_state, outputs=False,

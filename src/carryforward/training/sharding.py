@@ -6,7 +6,8 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 
 def load_weights_on_every_process() -> None:
@@ -37,11 +38,12 @@ def prepare_sharding(accelerator: Accelerator, model: Any, fsdp: Any) -> None:
         plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers})
 
 
-def gathered_weights(trainer: Any, part: nn.Module) -> dict[str, Tensor] | None:
+def gathered_weights(trainer: Any, part: PreTrainedModel) -> dict[str, Tensor] | None:
     """All weights of a part of the trained model, on the first process; None if FSDP does not shard them. Every process
     must call it."""
     if not trainer.is_fsdp_enabled:
         return None
     prefix = next(f"{name}." if name else "" for name, module in trainer.model.named_modules() if module is part)
     weights = trainer.accelerator.get_state_dict(trainer.model)
-    return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+    named = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+    return {name: x for name, x in named.items() if name not in part.all_tied_weights_keys}  # saved once
