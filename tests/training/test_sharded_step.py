@@ -185,5 +185,7 @@ def test_other_models_are_refused():
         cf.sharded_backward(tiny.recurrent("llama"), IDS, labels=IDS)
     with pytest.raises(ValueError, match="a loss for every token, not RecurrentForSequenceClassification"):
         cf.sharded_backward(tiny.recurrent("bert", "sequence"), IDS, labels=IDS)
+    with pytest.raises(ValueError, match="a loss for every token, not RecurrentModel"):
+        cf.sharded_backward(tiny.recurrent("llama", "none"), IDS, labels=IDS)
     with pytest.raises(ValueError, match="labels=None"):
         cf.sharded_backward(tiny.recurrent("llama"), IDS)

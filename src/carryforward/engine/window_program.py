@@ -89,7 +89,6 @@ class WindowProgram(bptt.Program):
             start=start,
             outputs=with_outputs and self.outputs is not None,
             record_attention=self.outputs is not None and self.outputs.record_attention,
-            chunked_loss=not self.policy.sharded,
             spans=tuple(spans),
             depth=self.plan.block_windows,
             shape_key=self.shape_key(batch),

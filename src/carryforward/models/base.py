@@ -274,7 +274,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def run_empty(self, with_outputs: bool = True) -> Tensor:
         """A scalar 0 that depends on the weights: a sharded rank without windows must take part in gathering them."""
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.memory.like.device)
-        module, inputs = (self.base if with_outputs else self.backbone), {"input_ids": ids}
+        module = self.base if with_outputs else self.backbone
+        inputs: dict[str, Any] = {"input_ids": ids}
         if self.config.architecture.causal:
             inputs["use_cache"] = False
         return module(**inputs)[0].sum() * 0

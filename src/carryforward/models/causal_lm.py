@@ -29,7 +29,7 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
         return self.base(**inputs, logits_to_keep=width - start).logits
 
     def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
-        projection = self.config.architecture.output_projection(self.base) if window.chunked_loss else None
+        projection = self.config.architecture.output_projection(self.base)
         if projection is None:
             return super()._window_loss(inputs, window)
         assert window.targets is not None

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step of a model whose weights FSDP shards."""
 
-
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +9,13 @@ from ..engine.run_policy import is_sharded
 from ..engine.run_windows import run_eagerly
 from ..engine.sharded_bptt import ShardedUnroll, policy_of
 from ..engine.window_program import WindowProgram
+from ..models.causal_lm import RecurrentForCausalLM
+from ..models.encoders import RecurrentForMaskedLM, RecurrentForTokenClassification
 from ..models.outputs import RecurrentOutput
 from ..models.token_model import TokenOutputModel
 from ..state import State
+
+_WITH_LOSS = RecurrentForCausalLM, RecurrentForMaskedLM, RecurrentForTokenClassification
 
 
 def sharded_backward(
@@ -45,10 +48,12 @@ def sharded_backward(
     if labels is None:
         raise ValueError("labels=None: sharded_backward needs labels, as the loss is computed block by block.")
     model = _recurrent_model(module)
+    architecture = model.config.architecture
     with torch.enable_grad():
         plan = model._plan(
             input_ids, attention_mask, labels, state, overlap=None, use_state=use_state, outputs=False,
-            final=not model.config.architecture.causal,
+            final=not architecture.causal,
+            logits=architecture.causal and architecture.output_projection(model.base) is None,  # a unit of its own
         )  # fmt: skip
     policy, scored = policy_of(model), plan.count_scored()
     unroll = ShardedUnroll(
@@ -66,7 +71,7 @@ def sharded_backward(
 
 def _recurrent_model(module: nn.Module) -> TokenOutputModel:
     """The recurrent model inside a sharded module; an error if it cannot run block by block."""
-    model = next((part for part in module.modules() if isinstance(part, TokenOutputModel)), None)
+    model = next((part for part in module.modules() if isinstance(part, _WITH_LOSS)), None)
     if model is None:
         raise ValueError(
             f"sharded_backward trains models with a loss for every token, not {type(module).__name__}. For others call "
@@ -80,5 +85,3 @@ def _recurrent_model(module: nn.Module) -> TokenOutputModel:
             "other forever. Leave it in the unit of the whole model: wrap the transformer layers only."
         )
     return model
-
-

@@ -198,6 +198,7 @@ class RecurrentTrainer(BaseTrainer):
         outputs = sharded_backward(model, **inputs, num_items_in_batch=num_items_in_batch, factor=factor)
         if self.args.carry_state:
             self.carried = outputs.state
+        assert outputs.loss is not None
         return outputs.loss * share
 
     def _with_state(self, inputs: dict[str, Any]) -> dict[str, Any]:
