@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .qa.trainer import QuestionTrainer as QuestionTrainer
     from .qa.trainer import QuestionTrainingArguments as QuestionTrainingArguments
     from .state import State as State
+    from .training.sharded_step import sharded_backward as sharded_backward
     from .training.trainer import RecurrentTrainer as RecurrentTrainer
     from .training.trainer import RecurrentTrainingArguments as RecurrentTrainingArguments
 
@@ -71,6 +72,7 @@ _HOME = {
     "QuestionTrainingArguments": "qa.trainer",
     "RecurrentTransformer": "embeddings.sentence_transformers",
     "State": "state",
+    "sharded_backward": "training.sharded_step",
     "RecurrentTrainer": "training.trainer",
     "RecurrentTrainingArguments": "training.trainer",
 }

@@ -39,6 +39,4 @@ def _add_parts(first: Tensor, others: Tensor, between: Tensor, begin: int) -> Te
 
 @_add_parts.register_fake
 def _empty_windows(first: Tensor, others: Tensor, *rest: Any) -> Tensor:
-    """Laid out as projections lay out queries, keys and values, [n, T, heads, d]."""
-    _, heads, width, size = first.shape
-    return first.new_empty(len(first) + len(others), width, heads, size).transpose(1, 2)
+    return first.new_empty(len(first) + len(others), *first.shape[1:])

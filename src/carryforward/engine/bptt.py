@@ -19,7 +19,7 @@ This file knows nothing of models: a `Program` says what a window computes.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,7 +93,7 @@ class UnrollSettings:
         """Run the i-th window batch with its own random numbers."""
         if self.seeds is None:
             return self.program.run(self.program.batches[i], state, with_outputs)
-        with _seeded(self.seeds[i], self.devices):
+        with seeded(self.seeds[i], self.devices):
             return self.program.run(self.program.batches[i], state, with_outputs)
 
 
@@ -118,7 +118,7 @@ def unroll(settings: UnrollSettings, state: Tensor) -> tuple[list[Outputs], Tens
         results = [(sum((loss for (loss,) in results), torch.zeros((), device=state.device)),)]
     unused = settings.always if batches else settings.parameters
     if differentiable and unused:
-        results = [(_ZeroGradients.apply(first, *unused), *rest) for first, *rest in results]
+        results = [(with_zero_gradients(first, unused), *rest) for first, *rest in results]
     return results, state
 
 
@@ -131,6 +131,19 @@ def has_gradient_hooks(parameters: Sequence[nn.Parameter]) -> bool:
         "and memory grows with their number. Tensor.register_post_accumulate_grad_hook does not need that."
     )
     return True
+
+
+def with_zero_gradients(x: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The same tensor, through which parameters that did not take part receive a gradient of zero."""
+    return _ZeroGradients.apply(x, *parameters)
+
+
+def offloaded(state: Tensor) -> Tensor:
+    """A copy of a state in host memory."""
+    if state.device.type == "cpu":
+        return state
+    host = torch.empty_like(state, device="cpu", pin_memory=True)
+    return host.copy_(state, non_blocking=True)
 
 
 class _ZeroGradients(torch.autograd.Function):
@@ -248,7 +261,7 @@ class _TwoPassRecompute:
         batches = settings.program.batches
         keepable = self._keepable()
         for i in range(len(batches)):
-            self.states.append(self._stored(state))
+            self.states.append(offloaded(state) if settings.offload else state)
             if settings.loss_only and not settings.program.is_needed(batches[i]):
                 continue
             kept = self._run_and_keep(i, state) if keepable[i] and not settings.budget.exhausted else None
@@ -282,12 +295,6 @@ class _TwoPassRecompute:
             return None
         self.kept[i] = incoming, outputs, outgoing
         return tuple(tensor.detach() for tensor in outputs), outgoing.detach()
-
-    def _stored(self, state: Tensor) -> Tensor:
-        if not self.settings.offload or state.device.type == "cpu":
-            return state
-        host = torch.empty_like(state, device="cpu", pin_memory=True)
-        return host.copy_(state, non_blocking=True)
 
     def second_pass(
         self, of_outputs: Sequence[Tensor | None] | None, of_state: Tensor | None, precompute: bool = False
@@ -357,7 +364,7 @@ def draw_seeds(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
+def seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
     """Draw random numbers from a seed inside; restore every generator afterwards."""
     modules = [(device, torch.get_device_module(device)) for device in devices if device.type != "cpu"]
     before = torch.get_rng_state(), [module.get_rng_state(device) for device, module in modules]

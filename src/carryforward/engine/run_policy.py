@@ -52,7 +52,7 @@ def decide(model: WindowModel, *, capturable: bool) -> RunPolicy:
     if sharded and grad and not keep_graph:
         logger.warning_once(
             "The weights are sharded (FSDP): the graph of all windows is kept instead of recomputing them, and memory "
-            "grows with their number."
+            "grows with their number. carryforward.sharded_backward(module, input_ids, labels=...) does not need that."
         )
     trainable = [weight for weight in weights if weight.requires_grad]
     keep_graph = grad and (keep_graph or sharded or bptt.has_gradient_hooks(trainable))

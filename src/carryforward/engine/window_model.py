@@ -33,7 +33,6 @@ class WindowInputs:
         outputs: whether the outputs of positions from `start` on are needed.
         record_attention: whether outputs are followed by the attention paid to the state, for each layer that the state
             enters, [b, heads, n].
-        chunked_loss: whether the loss may be computed from the output projection's weight, chunk by chunk.
         spans: a state is made of each of these position ranges; in a block there is one at most.
         depth: windows of a row that stand side by side, as far as rows have that many.
         shape_key: windows with the same key need the same activation memory.
@@ -49,7 +48,6 @@ class WindowInputs:
     start: int = 0
     outputs: bool = False
     record_attention: bool = False
-    chunked_loss: bool = True
     spans: tuple[Span, ...] = ()
     depth: int = 1
     shape_key: ShapeKey = ()
@@ -88,9 +86,12 @@ class WindowModel(Protocol):
         """The fields of `WindowInputs` with which windows of these tokens compute what training needs of them."""
         ...
 
-    def run_empty(self) -> Tensor:
-        """A scalar 0 that depends on all weights: for a rank of a sharded run that has no window left."""
+    def run_empty(self, with_outputs: bool = True) -> Tensor:
+        """A scalar 0 that depends on all weights of the base model, or without `with_outputs` on those below the head:
+        for a rank of a sharded run that has no window left."""
         ...
+
+    def get_input_embeddings(self) -> nn.Module: ...
 
     def modules(self) -> Iterator[nn.Module]: ...
 

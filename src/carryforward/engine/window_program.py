@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..windows import Span
 from . import bptt
 from .batch_plan import BatchPlan
 from .graph_cache import GraphSession
@@ -72,7 +73,7 @@ class WindowProgram(bptt.Program):
     def run(self, batch: WindowBatch | None, state: Tensor, with_outputs: bool) -> tuple[bptt.Outputs, Tensor]:
         if batch is None:
             return (self.model.run_empty(),), state
-        spans = batch.state_spans() if self.plan.use_state else {}
+        spans = self._spans(batch)
         if not with_outputs and not spans:
             return (), state
         start, targets = 0, None
@@ -88,7 +89,6 @@ class WindowProgram(bptt.Program):
             start=start,
             outputs=with_outputs and self.outputs is not None,
             record_attention=self.outputs is not None and self.outputs.record_attention,
-            chunked_loss=not self.policy.sharded,
             spans=tuple(spans),
             depth=self.plan.block_windows,
             shape_key=self.shape_key(batch),
@@ -101,7 +101,10 @@ class WindowProgram(bptt.Program):
         return outputs, state
 
     def is_needed(self, batch: WindowBatch | None) -> bool:
-        return batch is not None and self.plan.continues(batch)
+        return batch is not None and self.plan.continues(batch) and bool(self._spans(batch))
+
+    def _spans(self, batch: WindowBatch) -> dict[Span, list[int]]:
+        return batch.state_spans() if self.plan.use_state else {}
 
     def add_final_state(self, batch: WindowBatch | None, final: Tensor, state: Tensor) -> Tensor:
         rows = [] if batch is None else batch.final_rows

@@ -6,6 +6,7 @@ BPTT and CUDA graphs see one flat state [B, m] and need not know its parts.
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,11 @@ class Memories(nn.Module):
     def like(self) -> Tensor:
         """A tensor with the device and precision of states: that of the first memory."""
         return next(iter(self)).like
+
+    @property
+    def _placement(self) -> dict[str, Any]:
+        """The device and precision of states. New tensors are not made from `like`, which FSDP may shard."""
+        return {"device": self.like.device, "dtype": self.like.dtype}
 
     def __iter__(self) -> Iterator[Memory]:
         return (getattr(self, kind) for kind in self.kinds)
@@ -73,11 +79,11 @@ class Memories(nn.Module):
 
     def initial(self, batch: int) -> StateByKind:
         """The state before a document's first window. No window reads it."""
-        return {kind: self.like.new_zeros(batch, *memory.shape) for kind, memory in self.items()}
+        return {kind: torch.zeros(batch, *memory.shape, **self._placement) for kind, memory in self.items()}
 
     def flatten(self, state: StateByKind) -> Tensor:
         """One tensor [B, m] with all memories' states."""
-        return torch.cat([state[kind].flatten(1).to(self.like) for kind in self.kinds], dim=1)
+        return torch.cat([state[kind].flatten(1).to(**self._placement) for kind in self.kinds], dim=1)
 
     def unflatten(self, flat: Tensor) -> StateByKind:
         """The states by kind, from [B, m]."""

@@ -271,10 +271,14 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def probe_outputs(self, ids: Tensor) -> dict[str, Any]:
         return {"outputs": True}
 
-    def run_empty(self) -> Tensor:
+    def run_empty(self, with_outputs: bool = True) -> Tensor:
         """A scalar 0 that depends on the weights: a sharded rank without windows must take part in gathering them."""
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        return self.base(input_ids=ids, use_cache=False).logits.sum() * 0
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.memory.like.device)
+        module = self.base if with_outputs else self.backbone
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if self.config.architecture.causal:
+            inputs["use_cache"] = False
+        return module(**inputs)[0].sum() * 0
 
     def rerotate(self, kv: Tensor, distance: int | Tensor) -> Tensor:
         """Re-rotate keys as if they stood `distance` positions further back; see `Architecture.rerotate`."""
@@ -337,7 +341,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     @property
     def _vocabulary(self) -> int:
-        return self.get_input_embeddings().weight.shape[0]
+        return self.get_input_embeddings().num_embeddings  # FSDP shards the weight
 
     @property
     def _num_classes(self) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recurrent causal language model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
         return self.base(**inputs, logits_to_keep=width - start).logits
 
     def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
-        projection = self.config.architecture.output_projection(self.base) if window.chunked_loss else None
+        projection = self.config.architecture.output_projection(self.base)
         if projection is None:
             return super()._window_loss(inputs, window)
         assert window.targets is not None
@@ -51,8 +52,9 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
         num_items_in_batch: Tensor | int | None = None,
         past_key_values: WindowCache | None = None,
         allow_other_model: bool = False,
+        work: Callable[[], tuple[Tensor, ...]] | None = None,
         **others: Any,
-    ) -> RecurrentOutput:
+    ) -> RecurrentOutput | tuple[Tensor, ...]:
         """Read documents, or the next piece of them.
 
         With labels and gradients enabled, the gradients are already computed here: evaluate under `torch.no_grad()`.
@@ -70,8 +72,11 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
             num_items_in_batch: divide the loss by this instead of the number of scored targets.
             past_key_values: from `generate`: read the next tokens, and return the logits of the last one only.
             allow_other_model: continue from a state that a model with other weights or settings has made.
+            work: from `sharded_backward`: do this in place of reading documents, while FSDP has gathered the weights.
             **others: arguments of Hugging Face models that must not request anything here.
         """
+        if work is not None:
+            return work()
         argument_checks.refuse_unsupported(others)
         argument_checks.check_num_items(num_items_in_batch)
         if past_key_values is not None:

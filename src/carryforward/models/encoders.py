@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent encoders with a head: masked language model, token and sequence classification."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ class EncoderHead(RecurrentPreTrainedModel):
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         allow_other_model: bool = False,
+        work: Callable[[], tuple[Tensor, ...]] | None = None,
         **others: Any,
-    ) -> RecurrentOutput:
+    ) -> RecurrentOutput | tuple[Tensor, ...]:
         """Read documents, or the next piece of them.
 
         Args:
@@ -56,8 +58,11 @@ class EncoderHead(RecurrentPreTrainedModel):
                 also without gradients, since they are small and evaluation needs them.
             num_items_in_batch: divide the loss by this instead of the number of scored targets (token outputs only).
             allow_other_model: continue from a state that a model with other weights or settings has made.
+            work: from `sharded_backward`: do this in place of reading documents, while FSDP has gathered the weights.
             **others: arguments of Hugging Face models that must not request anything here.
         """
+        if work is not None:
+            return work()
         argument_checks.refuse_unsupported({**others, "token_type_ids": token_type_ids})
         argument_checks.check_num_items(num_items_in_batch)
         check_flag("return_logits", return_logits, optional=True)

@@ -23,6 +23,7 @@ from ..utils import checkpoints
 from ..utils.files import SAVING, clear_leftovers, delete_folder, replace_folder
 from ..utils.locks import LOCK, lock_output
 from ..utils.peft import check_trainable_adapters, get_recurrent_model, is_frozen_by_peft
+from .sharding import prepare_sharding
 
 logger = logging.get_logger(__name__)
 
@@ -105,6 +106,7 @@ class BaseTrainer(Trainer):
         if not args.use_state:
             model.memory.requires_grad_(False)
         super().__init__(model, args, eval_dataset=eval_dataset, **kwargs)
+        prepare_sharding(self.accelerator, self.inner, args.fsdp)
 
     @property
     def inner(self) -> Any:

@@ -21,6 +21,7 @@ from ..utils.signals import STOP_SIGNALS
 from .base_trainer import BaseTrainer
 from .callbacks import GracefulStopCallback
 from .run_folder import RunFolder
+from .sharding import gathered_weights
 
 
 class Interrupted(KeyboardInterrupt):
@@ -122,9 +123,10 @@ def save_run(
 ) -> dict[str, Any]:
     """Save the model and finish the run's record, with `outcome` as the entries of this kind of job. Returns it."""
     files: dict[str, str] = {}
+    weights = gathered_weights(trainer, model)
     if run.writes:
         with atomic_folder(run.folder) as beside:
-            model.save_pretrained(beside)
+            model.save_pretrained(beside, state_dict=weights)
             tokenizer.save_pretrained(beside)
             files = digest_files(beside, sorted(path for path in beside.rglob("*") if path.is_file()))
     steps = {"steps": trainer.state.global_step, "best_step": trainer.state.best_global_step}

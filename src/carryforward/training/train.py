@@ -35,12 +35,14 @@ from .lifecycle import (
     train_until_done,
 )
 from .run_folder import RunFolder
+from .sharding import load_weights_on_every_process
 from .trainer import RecurrentTrainer, RecurrentTrainingArguments
 
 
 def train(settings: TrainSettings, out: Path, *, report_to: str = "none", use_cpu: bool = False) -> dict[str, Any]:
     """Train, resume a run that was stopped, or continue a finished one for longer. Returns the run's record, as in its
     `run.json`."""
+    load_weights_on_every_process()
     use_cpu = use_cpu or not torch.accelerator.is_available()  # else `Trainer` refuses bf16 on a CPU
     processes = RecurrentTrainingArguments(str(out), use_cpu=use_cpu, load_best_model_at_end=False)
     with RunFolder(settings, out, processes.should_save, length_settings=("epochs", "train_tokens")) as run:

@@ -25,6 +25,7 @@ from ..utils.checks import check_count, check_flag
 from ..utils.peft import get_recurrent_model, is_frozen_by_peft
 from ..windows import IGNORE
 from .base_trainer import BaseTrainer, BaseTrainingArguments
+from .sharded_step import sharded_backward
 
 _OF_WORDS = "word_perplexity"  # a metric that needs the counts of words
 NEVER = 10**12  # steps; intervals are counted in tokens instead
@@ -175,13 +176,35 @@ class RecurrentTrainer(BaseTrainer):
     def compute_loss(  # type: ignore[override]
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        inputs = {**inputs, "use_state": self.args.use_state}
-        if self.args.carry_state:
-            inputs["state"] = self._state_for(inputs["labels"])
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss, outputs = super().compute_loss(model, self._with_state(inputs), return_outputs=True, **kwargs)
         if self.args.carry_state:
             self.carried = outputs.state.detach()
         return (loss, outputs) if return_outputs else loss
+
+    def training_step(  # type: ignore[override]
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """As in `Trainer`; where FSDP shards the weights, the gradients are computed block by block."""
+        if not self.is_fsdp_enabled:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        # the share of this batch in the loss of the step, as `Trainer` computes it
+        share = 1.0 if num_items_in_batch is not None else 1 / self.current_gradient_accumulation_steps
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            share *= self.accelerator.num_processes  # FSDP averages gradients over processes
+        scaler = self.accelerator.scaler
+        factor = share if scaler is None else scaler.scale(torch.tensor(share, device=self.args.device))
+        inputs = self._with_state(self._prepare_inputs(inputs))
+        outputs = sharded_backward(model, **inputs, num_items_in_batch=num_items_in_batch, factor=factor)
+        if self.args.carry_state:
+            self.carried = outputs.state
+        assert outputs.loss is not None
+        return outputs.loss * share
+
+    def _with_state(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A batch with the state that it starts from."""
+        inputs = {**inputs, "use_state": self.args.use_state}
+        return {**inputs, "state": self._state_for(inputs["labels"])} if self.args.carry_state else inputs
 
     def _state_for(self, labels: Tensor) -> State:
         """The initial state of a batch: the carried one in rows that continue a document (their first token has a
