@@ -190,8 +190,13 @@ def _read(
 
     def read(piece: Piece, state: State | None) -> RecurrentOutput:
         batch = pad([torch.from_numpy(ids[i][a:b]) for i, (a, b) in zip(piece.documents, piece.spans, strict=True)])
-        kwargs: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        kwargs |= {"state": state, "overlap": overlap, "use_state": use_state, "final": piece.final}
+        kwargs: dict[str, Any] = {
+            **batch,
+            "state": state,
+            "overlap": overlap,
+            "use_state": use_state,
+            "final": piece.final,
+        }
         return RecurrentOutput(state=model.advance_state(**kwargs)) if states_only else model(**kwargs)
 
     recurrence = model.config.recurrence

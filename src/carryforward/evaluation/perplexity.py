@@ -192,7 +192,7 @@ def _score_samples(
     `_score_windows` does."""
     for batch in _batches(documents, model.config.recurrence.window, overlap, windows_per_sample, batch_size):
         scored = int((batch["labels"] != IGNORE).sum())
-        yield model(**_to_device(batch, model.device), overlap=overlap, use_state=use_state).nll_sum, scored
+        yield model(**batch, overlap=overlap, use_state=use_state).nll_sum, scored
 
 
 def _score_documents(
@@ -206,7 +206,7 @@ def _score_documents(
         # a later piece's first token is a target too: it is predicted from the state
         parts = zip(piece.documents, piece.spans, strict=True)
         samples = [make_sample(documents[i], start, stop, max(start, 1)) for i, (start, stop) in parts]
-        return model(**_to_device(collate(samples), model.device), state=state, overlap=overlap, use_state=use_state)
+        return model(**collate(samples), state=state, overlap=overlap, use_state=use_state)
 
     stride = model.config.recurrence.window - overlap
     for piece, out in stream_documents(
@@ -230,13 +230,6 @@ def _batches(
                 samples = []
     if samples:
         yield collate(samples)
-
-
-def _to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy a batch to the device; on a GPU without waiting for the copy."""
-    if device.type == "cuda":
-        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def _count(documents: Sequence[Any], name: str) -> int:

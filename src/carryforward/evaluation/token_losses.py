@@ -88,7 +88,7 @@ def score(
 
     def read(rows: list[int]) -> None:
         batch = collate([make_sample(documents[i], 0, len(documents[i]), 0) for i in rows])
-        ids, mask, labels = (batch[name].to(model.device) for name in ("input_ids", "attention_mask", "labels"))
+        ids, mask, labels = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
         plan = model._plan(
             ids, mask, labels, None, overlap=overlap, use_state=use_state, outputs=False, final=False, logits=True
         )
@@ -162,8 +162,7 @@ def loss_by_depth(
                 # Scored are the targets of the window's last `stride` positions.
                 samples = [make_sample(documents[i], end - size - depth * stride, end + 1, end + 1 - stride)
                            for i, end in ends[begin : begin + batch_size]]  # fmt: skip
-                batch = {name: tensor.to(model.device) for name, tensor in collate(samples).items()}
-                nats += float(model(**batch).nll_sum)
+                nats += float(model(**collate(samples)).nll_sum)
                 progress(sum(int((sample["labels"] != IGNORE).sum()) for sample in samples))
             nats_per_token[depth] = nats / total
     return nats_per_token, total

@@ -147,7 +147,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         logits = logits or (outputs and not self._capturable_outputs)
         block_windows = self.block_size.windows(self, len(input_ids), use_state=use_state, logits=logits)
         plan = BatchPlan(
-            self.config, input_ids, attention_mask, labels, state,
+            self.config, self._send(input_ids), attention_mask, labels if labels is None else self._send(labels), state,
             overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
             block_windows=1 if closing else block_windows,
             prefixes=prefixes,
@@ -162,6 +162,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             )
         argument_checks.check_classes(labels, attention_mask, self._num_classes)
         return plan
+
+    def _send(self, ids: Tensor) -> Tensor:
+        """Token ids on the model's device. If they come from the host, neither checking nor sending them waits for the
+        device, which may still be busy with an earlier call."""
+        if ids.device.type != "cpu" or self.device.type in ("cpu", "meta"):
+            return ids
+        return (ids.pin_memory() if self.device.type == "cuda" else ids).to(self.device, non_blocking=True)
 
     def _run(self, plan: BatchPlan, outputs: OutputSpec | None) -> tuple[list[bptt.Outputs], Tensor]:
         """Run the windows: their outputs (None: the summed loss), and the flat state after them, [B, m].

@@ -160,7 +160,7 @@ def answer_all(
         documents = pad([torch.from_numpy(questions[i].document_ids).long() for i in rows])
         with eval_mode(model), torch.inference_mode():
             out = model(
-                **{name: tensor.to(model.device) for name, tensor in documents.items()},
+                **documents,
                 question_ids=[questions[i].question_ids.tolist() for i in rows], overlap=overlap,
                 use_state=use_state, progress=progress,
             )  # fmt: skip
