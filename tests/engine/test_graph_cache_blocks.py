@@ -4,7 +4,7 @@
 import pytest
 import torch
 from helpers import tiny
-from helpers.fast_path import graphs_of, model_pair, qa_pair, qa_step, step
+from helpers.fast_path import GPU, IDS, graphs_of, model_pair, qa_pair, qa_step, step
 from torch.testing import assert_close
 
 import carryforward as cf
@@ -79,3 +79,42 @@ def test_room_is_shared_by_blocks_of_similar_sizes():
     assert not Sizes(0, 20, 0, 3).fit(room), "without first windows nothing is computed for them"
     assert not Sizes(3, 20, 1, 3).fit(room)
     assert list(Sizes(3, 20, 0, 3).places(room)) == [(slice(0, 3), slice(0, 3)), (slice(4, 24), slice(3, 23))]
+
+
+@GPU
+@pytest.mark.parametrize("path", ["off", "auto", "compiled"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert", "modernbert"])
+def test_blocks_in_bfloat16_are_as_exact_as_single_eager_windows(name, path, monkeypatch):
+    """Against float32: gradients of captured blocks are no further off than those of eager single windows."""
+    monkeypatch.setattr(graph_cache, "CAPTURE_AFTER", 1)
+
+    def gradients(block, path, dtype):
+        model = tiny.recurrent(name, block_windows=block, **KV).cuda()
+        model.fast_path = path
+        for _ in range(3):
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = model(IDS.cuda(), attention_mask=masks()[1].cuda(), labels=IDS.cuda()).loss
+            loss.backward()
+            found = tiny.gradients(model)
+        assert path == "off" or model.graph_cache._replays
+        return torch.cat([gradient.flatten() for gradient in found.values()])
+
+    exact = gradients(1, "off", torch.float32)
+    errors = [(gradients(block, how, torch.bfloat16) - exact).norm() for block, how in ((1, "off"), (3, path))]
+    assert errors[1] <= 1.25 * errors[0] + 1e-3 * exact.norm()
+    assert_close(gradients(3, path, torch.float32), exact, rtol=1e-3, atol=1e-4)
+
+
+@GPU
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_compiled_blocks_of_many_sizes_score_like_eager_ones(name, monkeypatch):
+    monkeypatch.setitem(block_size.BLOCK_TOKENS, "cuda", 12 * 8)
+    documents = [tiny.documents(1, length, length)[0].tolist() for length in (250, 97, 61, 60, 44, 31, 29, 17, 9, 3)]
+    plain, fast = (model.cuda() for model in model_pair(name, **KV))
+    fast.fast_path = "compiled"
+    for _ in range(2):
+        for use_state in (True, False):
+            expected, out = (cf.perplexity(model, documents, batch_size=4, use_state=use_state).nats
+                             for model in (plain, fast))  # fmt: skip
+            assert out == pytest.approx(expected, rel=1e-4)
+    assert fast.graph_cache._replays
