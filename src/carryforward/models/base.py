@@ -2,7 +2,7 @@
 """`RecurrentPreTrainedModel`: what all recurrent models share: a base model, its memories, and how one window runs.
 
 A call of a model plans its windows (`engine.batch_plan`), runs them (`engine.run_windows`) and puts their outputs
-together (`outputs`). The engine calls `run_window` for each; heads say what a window gives out (`token_outputs`,
+together (`outputs`). How one window batch runs is in `window_runner`; heads say what it gives out (`token_model`,
 `encoders`, `question_answering`).
 """
 
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..backbones import attention, hooks
-from ..backbones.hooks import HookContext
+from ..backbones import hooks
 from ..config import RecurrentModelConfig
 from ..data import tokenization
 from ..engine import bptt, run_windows
@@ -30,7 +29,6 @@ from ..engine.batch_plan import BatchPlan
 from ..engine.block_size import BlockSize
 from ..engine.graph_cache import FastPath, GraphCache
 from ..engine.run_policy import is_sharded
-from ..engine.window_model import WindowInputs, WindowOutputs
 from ..engine.window_program import OutputSpec
 from ..memories.collection import Memories
 from ..state import State
@@ -39,6 +37,7 @@ from ..utils.checks import check_count, check_flag
 from ..utils.files import atomic_folder
 from ..utils.peft import check_memory_saved
 from . import argument_checks
+from .window_runner import WindowRunner
 
 logger = logging.get_logger(__name__)
 
@@ -55,12 +54,10 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-class RecurrentPreTrainedModel(PreTrainedModel):
+class RecurrentPreTrainedModel(WindowRunner):
     """A base model (`base`) with memories (`memory`) that reads documents of any length."""
 
     config_class = RecurrentModelConfig
-    config: RecurrentModelConfig
-    base: PreTrainedModel
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # `num_items_in_batch` is honoured
@@ -91,11 +88,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         self.block_size = BlockSize()
         self._fingerprint = checkpoints.CachedFingerprint()
         self.post_init()
-
-    @property
-    def backbone(self) -> PreTrainedModel:
-        """The base model without its head."""
-        return self.base.base_model  # type: ignore[return-value]
 
     # --- a call: plan, run ---------------------------------------------------------------------------------------
 
@@ -209,92 +201,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             allow_other_model=allow_other_model,
         )  # fmt: skip
         return self._state(plan, run_windows.advance_state(self, plan, self.activation_budget, self.graph_cache))
-
-    # --- one window ----------------------------------------------------------------------------------------------
-
-    def run_window(self, window: WindowInputs) -> WindowOutputs:
-        """Run one window: its loss or outputs, and the states it passes on. See `engine.window_model.WindowModel`."""
-        context, previous, inputs = self._base_inputs(window)
-        outputs: tuple[Tensor, ...] = ()
-        if window.targets is not None:
-            outputs = (self._window_loss(inputs, window),)
-        elif window.outputs:
-            outputs = *self._window_outputs(inputs, window.start), *context.attention_to_state.values()
-        else:
-            self.backbone(**inputs)
-        layer_outputs, window_kv = context.take_layer_outputs(), context.take_window_kv()
-        if window.links is not None:
-            return outputs, (self.memory.write_block(context),) if window.spans else ()
-        states = (
-            self.memory(layer_outputs, window_kv, span, previous, self.rerotate, window.prefix_lengths)
-            for span in window.spans
-        )
-        return outputs, tuple(states)
-
-    def _base_inputs(self, window: WindowInputs) -> tuple[HookContext, dict[str, Tensor] | None, dict[str, Any]]:
-        """The hooks' context of a window, the state it received, and the arguments of the base model's call."""
-        context, ids = HookContext(), window.ids
-        context.record_attention = window.record_attention
-        if self.memory.records_kv:
-            attention.use_wrapped_attention(self.backbone.config)
-            context.record_kv = bool(window.spans) and window.links is None
-        inputs: dict[str, Any] = {
-            "input_ids": ids, "attention_mask": window.mask, "hook_context": context, "return_dict": True,
-        }  # fmt: skip
-        if window.token_types is not None:
-            inputs["token_type_ids"] = window.token_types
-        state = None if window.state is None else self.memory.unflatten(window.state)
-        if window.links is not None:
-            self.memory.read_block(state, context, window.links, self.rotation)
-        elif state is not None:
-            self.memory.read(state, context)
-        if context.links or state is not None:
-            positions = self._shifted_positions(window, context.num_first)
-            if positions is not None:
-                inputs["position_ids"] = self.config.architecture.position_ids(self.backbone.config, positions)
-        if self.config.architecture.causal:
-            inputs["use_cache"] = False
-        return context, state, inputs
-
-    def _shifted_positions(self, window: WindowInputs, num_first: int) -> Tensor | None:
-        """The positions of a window batch [1 or b, n], the first windows of which receive nothing; None where the base
-        model counts by itself."""
-        rows, width = window.ids.shape
-        prefix = len(self.config.recurrence.prefix) if window.prefix_lengths is None else window.prefix_lengths
-        positions = torch.arange(width, device=window.ids.device)[None]
-        shifted = self.memory.shift_positions(positions, prefix)
-        if shifted is None or not num_first:
-            return shifted
-        return torch.cat([positions.expand(num_first, -1), shifted.expand(rows, -1)[num_first:]])
-
-    def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
-        """What the head's output is made of, as in `WindowOutputs`; positions count from `start` on."""
-        raise NotImplementedError
-
-    def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
-        """The summed loss of a window's positions from `window.start` on."""
-        raise NotImplementedError
-
-    def probe_outputs(self, ids: Tensor) -> dict[str, Any]:
-        return {"outputs": True}
-
-    def run_empty(self, with_outputs: bool = True) -> Tensor:
-        """A scalar 0 that depends on the weights: a sharded rank without windows must take part in gathering them."""
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self.memory.like.device)
-        module = self.base if with_outputs else self.backbone
-        inputs: dict[str, Any] = {"input_ids": ids}
-        if self.config.architecture.causal:
-            inputs["use_cache"] = False
-        return module(**inputs)[0].sum() * 0
-
-    def rerotate(self, kv: Tensor, distance: int | Tensor) -> Tensor:
-        """Re-rotate keys as if they stood `distance` positions further back; see `Architecture.rerotate`."""
-        return self.config.architecture.rerotate(self.backbone, kv, distance, self.config.recurrence.window)
-
-    def rotation(self, distance: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine that move the keys of each layer `distance` positions back; see `Architecture.rotation`."""
-        window, layers = self.config.recurrence.window, self.config.base_config.num_hidden_layers
-        return self.config.architecture.rotation(self.backbone, distance, window, self.memory.like, layers)
 
     # --- state, vocabulary, speed --------------------------------------------------------------------------------
 

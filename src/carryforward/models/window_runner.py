@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model runs one window batch: the state enters the base model, the window's loss or outputs come out, and the
+states it passes on. The engine calls `run_window`; heads say what a window gives out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..backbones import attention
+from ..backbones.hooks import HookContext
+from ..config import RecurrentModelConfig
+from ..engine.window_model import WindowInputs, WindowOutputs
+from ..memories.collection import Memories
+
+
+class WindowRunner(PreTrainedModel):
+    """A base model (`base`) with memories (`memory`), one window batch at a time."""
+
+    config: RecurrentModelConfig
+    base: PreTrainedModel
+    memory: Memories
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The base model without its head."""
+        return self.base.base_model  # type: ignore[return-value]
+
+    def run_window(self, window: WindowInputs) -> WindowOutputs:
+        """Run one window: its loss or outputs, and the states it passes on. See `engine.window_model.WindowModel`."""
+        context, previous, inputs = self._base_inputs(window)
+        outputs: tuple[Tensor, ...] = ()
+        if window.targets is not None:
+            outputs = (self._window_loss(inputs, window),)
+        elif window.outputs:
+            outputs = *self._window_outputs(inputs, window.start), *context.attention_to_state.values()
+        else:
+            self.backbone(**inputs)
+        layer_outputs, window_kv = context.take_layer_outputs(), context.take_window_kv()
+        if window.links is not None:
+            return outputs, (self.memory.write_block(context),) if window.spans else ()
+        states = (
+            self.memory(layer_outputs, window_kv, span, previous, self.rerotate, window.prefix_lengths)
+            for span in window.spans
+        )
+        return outputs, tuple(states)
+
+    def _base_inputs(self, window: WindowInputs) -> tuple[HookContext, dict[str, Tensor] | None, dict[str, Any]]:
+        """The hooks' context of a window, the state it received, and the arguments of the base model's call."""
+        context, ids = HookContext(), window.ids
+        context.record_attention = window.record_attention
+        if self.memory.records_kv:
+            attention.use_wrapped_attention(self.backbone.config)
+            context.record_kv = bool(window.spans) and window.links is None
+        inputs: dict[str, Any] = {
+            "input_ids": ids, "attention_mask": window.mask, "hook_context": context, "return_dict": True,
+        }  # fmt: skip
+        if window.token_types is not None:
+            inputs["token_type_ids"] = window.token_types
+        state = None if window.state is None else self.memory.unflatten(window.state)
+        if window.links is not None:
+            self.memory.read_block(state, context, window.links, self.rotation)
+        elif state is not None:
+            self.memory.read(state, context)
+        if context.links or state is not None:
+            positions = self._shifted_positions(window, context.num_first)
+            if positions is not None:
+                inputs["position_ids"] = self.config.architecture.position_ids(self.backbone.config, positions)
+        if self.config.architecture.causal:
+            inputs["use_cache"] = False
+        return context, state, inputs
+
+    def _shifted_positions(self, window: WindowInputs, num_first: int) -> Tensor | None:
+        """The positions of a window batch [1 or b, n], the first windows of which receive nothing; None where the base
+        model counts by itself."""
+        rows, width = window.ids.shape
+        prefix = len(self.config.recurrence.prefix) if window.prefix_lengths is None else window.prefix_lengths
+        positions = torch.arange(width, device=window.ids.device)[None]
+        shifted = self.memory.shift_positions(positions, prefix)
+        if shifted is None or not num_first:
+            return shifted
+        return torch.cat([positions.expand(num_first, -1), shifted.expand(rows, -1)[num_first:]])
+
+    def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
+        """What the head's output is made of, as in `WindowOutputs`; positions count from `start` on."""
+        raise NotImplementedError
+
+    def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
+        """The summed loss of a window's positions from `window.start` on."""
+        raise NotImplementedError
+
+    def probe_outputs(self, ids: Tensor) -> dict[str, Any]:
+        return {"outputs": True}
+
+    def run_empty(self, with_outputs: bool = True) -> Tensor:
+        """A scalar 0 that depends on the weights: a sharded rank without windows must take part in gathering them."""
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.memory.like.device)
+        module = self.base if with_outputs else self.backbone
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if self.config.architecture.causal:
+            inputs["use_cache"] = False
+        return module(**inputs)[0].sum() * 0
+
+    def rerotate(self, kv: Tensor, distance: int | Tensor) -> Tensor:
+        """Re-rotate keys as if they stood `distance` positions further back; see `Architecture.rerotate`."""
+        return self.config.architecture.rerotate(self.backbone, kv, distance, self.config.recurrence.window)
+
+    def rotation(self, distance: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine that move the keys of each layer `distance` positions back; see `Architecture.rotation`."""
+        window, layers = self.config.recurrence.window, self.config.base_config.num_hidden_layers
+        return self.config.architecture.rotation(self.backbone, distance, window, self.memory.like, layers)
