@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write SPEED.md and the figures from the results of `speed.py`, `peers.py` and `answering.py`.
+"""Write SPEED.md and the figures from the results of `speed.py`, `scoring.py`, `attention.py`, `peers.py` and
+`answering.py`.
 
 python benchmarks/speed_report.py
 """
@@ -19,7 +20,9 @@ TARGETS: list[tuple[str, str, str, dict[str, float]]] = [
     ("training", "recurrent, recomputed", "recurrent, recomputed, eager", {"cuda": 2.5}),
     ("state's cost", "with state", "state removed", {"cuda": 0.98, "cpu": 0.98}),
     ("48 slots' cost", "with state", "state removed", {}),
-    ("half a window of keys and values", "with state", "state removed", {}),
+    ("keys and values, one block", "with state", "state removed", {"cuda": 0.85}),
+    ("keys and values, four blocks recomputed", "with state", "state removed", {"cuda": 0.70}),
+    ("keys and values, window by window", "with state", "state removed", {}),
     ("evaluation, overlap 0", "recurrent", "plain forward", {"cuda": 0.95, "cpu": 0.95}),
     ("evaluation, overlap 0", "recurrent", "plain forward, compiled and graphed", {}),
     ("evaluation, overlap 50 %", "recurrent", "Hugging Face's strided loop", {"cuda": 8.0}),
@@ -33,6 +36,12 @@ TARGETS: list[tuple[str, str, str, dict[str, float]]] = [
         )
     ),
 ]
+SCORING: list[tuple[str, str, str, dict[str, float]]] = [
+    ("scoring, document", "with a state", "with a state, earlier commit", {"cuda": 5.0}),
+    ("scoring, document", "with a state", "with a state, window by window", {}),
+    ("scoring, document", "with a state", "without a state", {}),
+    ("scoring, books", "with a state", "without a state", {"cuda": 0.8}),
+]
 TITLE = """# Speed
 
 Written by `python benchmarks/speed_report.py`. [NOTES.md](NOTES.md) explains the rows and what limits them.
@@ -41,24 +50,54 @@ Written by `python benchmarks/speed_report.py`. [NOTES.md](NOTES.md) explains th
 
 def tables(record: dict[str, Any]) -> str:
     """Markdown of one machine's results."""
-    hardware, versions = record["hardware"], record["versions"]
-    where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
-    lines = [f"## {where}", ""]
+    versions = record["versions"]
+    lines = [f"## {_where(record)}", ""]
     lines += [f"{_commits(record)}; torch {versions['torch']}, transformers {versions['transformers']}."]
     lines += ["Tokens per second: the median and, in brackets, the slowest and the fastest round.", ""]
-    lines += ["| row | shape, batch | this | against | ratio | target |", "| --- | --- | --- | --- | ---: | ---: |"]
-    for name, side, against, targets in TARGETS:
-        target = f"≥ {targets[hardware['device']]:g}" if hardware["device"] in targets else ""
+    lines += ratios(record, TARGETS)
+    for row in record["rows"]:
+        lines += _more(row)
+    return "\n".join(lines) + "\n"
+
+
+def scoring_table(record: dict[str, Any]) -> str:
+    """Markdown of the speed of scoring whole documents."""
+    (earlier,) = {row["earlier_commit"][:7] for row in record["rows"] if "earlier_commit" in row} or {""}
+    against = f" The earlier commit is {earlier}." if earlier else ""
+    text = "One document of 100,000 tokens, and a hundred books of different lengths."
+    lines = [f"## Scoring whole documents, on {_where(record)}", "", f"{text} {_commits(record)}.{against}", ""]
+    return "\n".join([*lines, *ratios(record, SCORING)]) + "\n"
+
+
+def attention_table(record: dict[str, Any]) -> str:
+    """Markdown of kernel times of attention over carried keys and values."""
+    lines = [f"## Attention over carried positions, on {_where(record)}", ""]
+    lines += [f"Kernel time in microseconds, forward / forward and backward, `attention.py`. {_commits(record)}.", ""]
+    for row in record["rows"]:
+        lines += [f"{row['shape']}, {row['batch']} windows, {row['row']}:", "", "| | forward | both |"]
+        lines += ["| --- | ---: | ---: |"]
+        for case in row["cases"]:
+            if "both_us" in case:
+                lines.append(f"| {case['name']} | {case['forward_us']:,.0f} | {case['both_us']:,.0f} |")
+        missing = [case["name"] for case in row["cases"] if "both_us" not in case]
+        lines += ["", *([f"Not available: {'; '.join(missing)}.", ""] if missing else [])]
+    return "\n".join(lines)
+
+
+def ratios(record: dict[str, Any], targets: list[tuple[str, str, str, dict[str, float]]]) -> list[str]:
+    """A Markdown table of the comparisons that a record has."""
+    device = record["hardware"]["device"]
+    lines = ["| row | shape, batch | this | against | ratio | target |", "| --- | --- | --- | --- | ---: | ---: |"]
+    for name, side, against, goals in targets:
+        goal = f"≥ {goals[device]:g}" if device in goals else ""
         for row in record["rows"]:
             if row["row"] == name and {side, against} <= row["sides"].keys():
                 ours, theirs = row["sides"][side], row["sides"][against]
                 ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
                 what = f"{name} | {row['shape']}, {row['batch']} | {side}: {_rate(ours)} | {against}: {_rate(theirs)}"
-                shown = f"{ratio:.2f}" if round(ratio, 2) != targets.get(hardware["device"]) else f"{ratio:.3f}"
-                lines.append(f"| {what} | {shown} | {target} |")  # three digits where two would hide a miss
-    for row in record["rows"]:
-        lines += _more(row)
-    return "\n".join(lines) + "\n"
+                shown = f"{ratio:.2f}" if round(ratio, 2) != goals.get(device) else f"{ratio:.3f}"
+                lines.append(f"| {what} | {shown} | {goal} |")  # three digits where two would hide a miss
+    return lines
 
 
 def _more(row: dict[str, Any]) -> list[str]:
@@ -85,14 +124,20 @@ def _more(row: dict[str, Any]) -> list[str]:
 
 def peer_table(record: dict[str, Any]) -> str:
     """Markdown of other packages' speed and ours."""
-    hardware = record["hardware"]
-    where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
-    lines = [f"## Other packages, on {where}", "", f"The same shapes. {_commits(record)}.", ""]
-    lines += ["| row | what | tokens per second |", "| --- | --- | ---: |"]
+    lines = [f"## Other packages, on {_where(record)}", "", f"The same shapes. {_commits(record)}.", ""]
+    lines += ["| row | what | tokens per second | peak memory |", "| --- | --- | ---: | ---: |"]
     for row in record["rows"]:
         name = row["row"].removeprefix("peer: ")
-        lines += [f"| {name} | {package} | {_rate(side)} |" for package, side in row["sides"].items()]
+        for package, side in row["sides"].items():
+            speed = _rate(side) if "slowest" in side else f"not available: {side['unavailable']}"
+            peak = f"{side['peak_bytes'] / 1e6:,.0f} MB" if "peak_bytes" in side else ""
+            lines.append(f"| {name} | {package} | {speed} | {peak} |")
     return "\n".join(lines) + "\n"
+
+
+def _where(record: dict[str, Any]) -> str:
+    hardware = record["hardware"]
+    return hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
 
 
 def _commits(record: dict[str, Any]) -> str:
@@ -139,7 +184,8 @@ def main() -> None:
             if row["row"] == "length":
                 draw(row["points"], path.with_suffix(".png"))
                 parts.append(f"![against length](results/{path.stem}.png)\n")
-    parts += [peer_table(json.loads(path.read_text())) for path in sorted(HERE.glob("results/peers-*.json"))]
+    for name, table in (("scoring", scoring_table), ("attention", attention_table), ("peers", peer_table)):
+        parts += [table(json.loads(path.read_text())) for path in sorted(HERE.glob(f"results/{name}-*.json"))]
     for path in sorted(HERE.glob("results/answering-*.json")):
         record = json.loads(path.read_text())
         answering.draw(record, path.with_suffix(".png"))
