@@ -5,7 +5,7 @@ import pytest
 from helpers import tiny
 
 from carryforward.backbones import hooks
-from carryforward.models import base
+from carryforward.models import window_runner
 
 
 @pytest.mark.parametrize("name", tiny.CAUSAL)
@@ -28,7 +28,7 @@ def test_no_mask_is_made_while_a_window_is_captured(name, monkeypatch):
 
 def test_a_context_releases_what_it_recorded(monkeypatch):
     contexts, make = [], hooks.HookContext
-    monkeypatch.setattr(base, "HookContext", lambda: contexts.append(make()) or contexts[-1])
+    monkeypatch.setattr(window_runner, "HookContext", lambda: contexts.append(make()) or contexts[-1])
     model = tiny.recurrent("gpt2", keep_graph=True, slots=0, recent=3, sinks=1).train()
     model.gradient_checkpointing_enable()  # its graph holds the arguments of every layer
     loss = model(tiny.documents(1, 30), labels=tiny.documents(1, 30)).loss

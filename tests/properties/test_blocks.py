@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import carryforward as cf
 from carryforward.engine import block_size
 from carryforward.evaluation.token_losses import loss_by_depth, token_losses
+from carryforward.memories import kv_links
 
 ALL = list(tiny.CONFIGS)
 SIZES = (2, 7)  # windows of a block, against 1
@@ -255,3 +256,107 @@ def test_a_saved_model_keeps_its_block(tmp_path):
         assert loaded.config.recurrence.block_windows == block
         ids = tiny.documents(1, 40)
         assert_close(loaded(ids).logits, model(ids).logits)
+
+
+# --- short windows, mixed rows ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_documents_may_end_in_windows_shorter_than_the_sinks(name, sinks):
+    """Each length alone and beside a longer document, read token by token at the end."""
+    fields = {"overlap": 0, "recent": 3, "sinks": sinks}
+    one, model = carrying(name, 1, **fields), carrying(name, 7, **fields)
+    for length in range(1, 21):
+        ids, mask = ragged((30, length))
+        assert_same_step(step(model, ids, mask), step(one, ids, mask))
+        out = model(ids[1:, :length], labels=ids[1:, :length], **({} if name in tiny.CAUSAL else {"final": False}))
+        for i in range(3):
+            more = ids[:1, i : i + 1]
+            final = {} if name in tiny.CAUSAL else {"final": i == 2}
+            following = [m(more, labels=more, state=out.state, **final) for m in (model, one)]
+            assert_close(following[0].nll_sum, following[1].nll_sum)
+            out = following[0]
+
+
+def test_short_documents_with_questions_in_front_may_stand_in_a_block():
+    ids, mask = ragged((21, 1, 20))
+    results = []
+    for block in (1, 7):
+        model = tiny.answering("bert", slots=0, recent=2, sinks=3, window=16, block_windows=block)
+        results.append(model(ids, attention_mask=mask, question_ids=tiny.QUESTIONS).start_logits.detach())
+    assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_go_on_and_rows_that_begin_share_a_call():
+    """Each with one window at the same column."""
+    model, ids = carrying("llama", "auto", overlap=0), tiny.documents(2, 16)
+    begun = model.advance_state(ids[:1, :9])[[0]]
+    for pieces in ([begun, model.fresh_state(1)], [model.fresh_state(1), begun]):
+        state, later = cf.State.cat(pieces), tiny.documents(2, 5, seed=1)
+        together = model(later, state=state)
+        alone = [model(later[row : row + 1], state=pieces[row]).logits for row in (0, 1)]
+        assert_close(together.logits, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_through_a_kept_block():
+    norms = []
+    for block in (1, 3):
+        model = carrying("llama", block, keep_graph=True)
+        model.base.set_attn_implementation("eager")  # the only one that has second derivatives
+        ids = tiny.documents(1, 24)
+        weight = model.base.model.layers[0].self_attn.k_proj.weight
+        (gradient,) = torch.autograd.grad(model(ids, labels=ids).loss, weight, create_graph=True)
+        gradient.square().sum().backward()
+        norms.append(weight.grad)
+    assert_close(norms[1], norms[0], rtol=1e-3, atol=1e-4)
+
+
+# --- what short documents and large models must not pay for ----------------------------------------------------------
+
+
+def batch_sizes(model):
+    sizes = []
+    model.backbone.register_forward_hook(lambda module, args, out: sizes.append(tuple(out.last_hidden_state.shape[:2])))
+    return sizes
+
+
+def test_a_document_of_one_window_neither_measures_nor_makes_a_block(monkeypatch):
+    monkeypatch.setattr(kv_links.LayerLink, "__init__", lambda *args, **kwargs: pytest.fail("nothing is linked"))
+    model = carrying("gpt2", "auto")
+    sizes, ids = batch_sizes(model), tiny.documents(3, 7)
+    model(ids, labels=ids)
+    assert sizes == [(3, 6)]
+    assert model.block_size.resolved is None
+
+
+def test_logits_bound_a_block_that_makes_them_only_for_the_loss(monkeypatch):
+    monkeypatch.setitem(block_size.LOGIT_BYTES, "cpu", 4 * tiny.VOCABULARY * 8 * 3)  # three windows
+    ids = tiny.documents(1, 80)
+    for name, settings, most in (
+        ("bert", {}, 2),
+        ("gemma3_text", {"final_logit_softcapping": 5.0}, 3),
+        ("llama", {}, 13),
+    ):
+        model = carrying(name, "auto", settings=settings)
+        sizes = batch_sizes(model)
+        with torch.no_grad():
+            model(ids, labels=ids)
+        assert max(rows for rows, _ in sizes) == most, name
+
+
+def test_wide_models_have_shorter_blocks():
+    model = carrying("gpt2", "auto")
+    tokens = block_size.block_tokens(model)
+    model.config.base_config.n_embd = 4 * block_size.WIDTH
+    assert block_size.block_tokens(model) == tokens // 4
+
+
+def test_kept_windows_are_rounded_up_to_blocks():
+    ids, runs = tiny.documents(1, 12 * 8), []
+    for keep in (0, 5):
+        model = carrying("gpt2", 4, keep_windows=keep, overlap=0)
+        sizes = batch_sizes(model)
+        model(ids, labels=ids)
+        runs.append(len(sizes))
+    assert runs == [5, 4], "of three blocks the last one never runs twice; with two kept, only the first does"

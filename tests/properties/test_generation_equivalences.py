@@ -20,6 +20,7 @@ VARIANTS = [
     {"pooled_layers": "below", "insert_at": "all", "residual": True, "slots": 2},
     {"slots": 0, "recent": 4, "sinks": 1},
     {"slots": 2, "insert_at": (1, 3), "recent": 6},
+    {"overlap": 0, "recent": 3, "sinks": 1},
 ]
 
 

@@ -122,7 +122,7 @@ class Architecture:
             state_columns: for each layer, how many places in front of them belong to the state (S).
             with_state: the rows that see these, [B].
             last: one query a row, all at this position, sees all places: a layer needs a mask only if its sliding
-                window is shorter.
+                window is shorter. None if there are more queries, such as those of inserted vectors.
         """
 
         @cache  # layers of the same kind share a mask

@@ -40,3 +40,16 @@ def _add_parts(first: Tensor, others: Tensor, between: Tensor, begin: int) -> Te
 @_add_parts.register_fake
 def _empty_windows(first: Tensor, others: Tensor, *rest: Any) -> Tensor:
     return first.new_empty(len(first) + len(others), *first.shape[1:])
+
+
+def _keep_sizes(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+    first, _, between, begin = inputs
+    ctx.sizes = len(first), begin, begin + between.shape[2]
+
+
+def _split_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    """For second derivatives."""
+    return *split_windows(gradient, *ctx.sizes), None
+
+
+_add_parts.register_autograd(_split_gradient, setup_context=_keep_sizes)

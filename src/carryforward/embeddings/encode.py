@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 from ..data.samples import pad
 from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
+from ..evaluation.streaming import Piece, stream_documents
 from ..memories.vector import VectorMemoryConfig
 from ..models import argument_checks
 from ..models.base import RecurrentPreTrainedModel, eval_mode
 from ..models.headless import RecurrentModel
 from ..models.outputs import RecurrentOutput
-from ..models.streaming import Piece, stream_documents
 from ..state import State
 from ..utils.checks import check_callable, check_count, check_flag
 from ..utils.peft import get_recurrent_model

@@ -16,7 +16,7 @@ a *column* from the start of the packed row (the unfinished window's first token
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,8 @@ class BatchPlan:
         self._pack(input_ids, attention_mask, labels)
         self.schedules = [self._schedule(row) for row in range(len(self.read))]
         self.block_windows = block_windows
-        self.batches = self._make_blocks(block_windows) if block_windows > 1 else self._make_batches()
+        self._started: list[bool] = state.started.tolist()
+        self.batches = self._make_batches()
 
     # --- packing -----------------------------------------------------------------------------------------------
 
@@ -135,33 +136,42 @@ class BatchPlan:
         return list(encoder_schedule(length, window, self.overlap, **sizes, start=start, final=self.final))
 
     def _make_batches(self) -> list[WindowBatch]:
-        """One window of each row at a time; apart from the others those that receive no state."""
-        batches, started = [], self.initial_state.started.tolist()
-        for step in range(max(map(len, self.schedules), default=0)):
-            pairs = [(row, windows[step]) for row, windows in enumerate(self.schedules) if step < len(windows)]
-            receives = [self.use_state and (step > 0 or started[row]) for row, _ in pairs]
-            for has_state in (True, False):
-                group = [pair for pair, received in zip(pairs, receives, strict=True) if received == has_state]
-                if group:
-                    batches.append(self._make_batch(group, 0 if has_state else len(group), is_block=False))
-        return batches
+        groups = self._blocks(self.block_windows * len(self.schedules)) if self.block_windows > 1 else self._steps()
+        return [batch for group in groups for batch in self._batches_of(group)]
 
-    def _make_blocks(self, windows_per_row: int) -> list[WindowBatch]:
-        """Blocks with so many places for each row, filled row by row."""
-        places, started = windows_per_row * len(self.schedules), self.initial_state.started.tolist()
+    def _steps(self) -> Iterator[list[tuple[int, Window]]]:
+        """One window of each row at a time."""
+        for step in range(max(map(len, self.schedules), default=0)):
+            yield [(row, windows[step]) for row, windows in enumerate(self.schedules) if step < len(windows)]
+
+    def _blocks(self, places: int) -> list[list[tuple[int, Window]]]:
+        """Windows of any rows side by side, filled row by row."""
         blocks: list[list[tuple[int, Window]]] = [[]]
-        first: set[tuple[int, Window]] = set()
         for row, windows in enumerate(self.schedules):
             pairs = [(row, window) for window in windows]
-            first.update(pairs if not self.use_state else pairs[:1] if not started[row] else [])
             if len(blocks[-1]) + len(pairs) > places and blocks[-1]:
                 blocks.append([])
             for begin in range(0, len(pairs), places):
                 if len(blocks[-1]) == places:
                     blocks.append([])
                 blocks[-1] += pairs[begin : begin + places]
-        ordered = [sorted(block, key=lambda pair: pair not in first) for block in blocks if block]  # stable
-        return [self._make_batch(block, sum(pair in first for pair in block), is_block=True) for block in ordered]
+        return [block for block in blocks if block]
+
+    def _batches_of(self, pairs: list[tuple[int, Window]]) -> Iterator[WindowBatch]:
+        """A block, if windows of a row are side by side; else those that receive a state, apart from the others."""
+        first = [pair for pair in pairs if not self._receives(*pair)]
+        others = [pair for pair in pairs if self._receives(*pair)]
+        if len({row for row, _ in pairs}) < len(pairs):
+            yield self._make_batch(first + others, len(first), is_block=True)
+            return
+        if others:
+            yield self._make_batch(others, 0, is_block=False)
+        if first:
+            yield self._make_batch(first, len(first), is_block=False)
+
+    def _receives(self, row: int, window: Window) -> bool:
+        """Whether a window receives a state."""
+        return self.use_state and (window is not self.schedules[row][0] or self._started[row])
 
     def _make_batch(self, pairs: list[tuple[int, Window]], num_first: int, is_block: bool) -> WindowBatch:
         plan = weakref.proxy(self)  # a cycle would keep states alive until the garbage collector runs
@@ -183,7 +193,7 @@ class BatchPlan:
 
     def continues(self, batch: WindowBatch) -> bool:
         """Whether a later batch reads the state after this one."""
-        if not batch.is_block:
+        if self.block_windows == 1:
             return batch is not self.batches[-1]
         last = dict(zip(batch.rows, batch.windows, strict=True))
         return self.use_state and any(window is not self.schedules[row][-1] for row, window in last.items())

@@ -17,6 +17,7 @@ from .window_model import WindowInputs, WindowModel
 
 # Larger blocks are not faster: on a CPU a few thousand tokens use all cores, and more no longer fit its caches.
 BLOCK_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 13}
+WIDTH = 768  # of wider models blocks are shorter, since their activations take more memory
 LOGIT_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}  # of a block, in float32, where windows give out logits
 
 
@@ -79,7 +80,7 @@ def measure_block_windows(model: WindowModel, rows: int) -> int:
 def block_tokens(model: WindowModel, *, logits: bool = False) -> int:
     """Tokens in a block without gradients, where windows need not wait for each other."""
     device = model.device.type
-    tokens = BLOCK_TOKENS.get(device, BLOCK_TOKENS["cpu"])
+    tokens = BLOCK_TOKENS.get(device, BLOCK_TOKENS["cpu"]) * WIDTH // max(model.config.base_config.hidden_size, WIDTH)
     if logits:
         tokens = min(tokens, LOGIT_BYTES.get(device, LOGIT_BYTES["cpu"]) // (4 * model.config.vocab_size))
     return tokens

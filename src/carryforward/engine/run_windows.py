@@ -49,7 +49,7 @@ def run_windows(
         program.pad_to_longest_rank()
     # Without states to pass on, windows run once, in the second pass.
     keep = recurrence.keep_windows if plan.use_state or outputs is not None else 0
-    budget.keep = keep if keep == "auto" else keep // plan.block_windows  # window batches
+    budget.keep = keep if keep == "auto" else -(-keep // plan.block_windows)  # window batches
     unroll = bptt.UnrollSettings(
         program=program,
         parameters=policy.trainable,

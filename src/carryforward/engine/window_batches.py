@@ -5,6 +5,7 @@ Causal windows are padded on the right without a mask, since no real position se
 prefix, suffix and mask. `batch_plan` has the coordinates: tokens, positions and columns.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -75,13 +76,18 @@ class WindowBatch:
 
     @cached_property
     def leaving(self) -> dict[int, int]:
-        """In a block, by row whose state leaves: the last window that is finished."""
+        """By row whose state leaves: the last window that is finished."""
         return {row: i for i, (row, finished) in enumerate(zip(self.rows, self.finished, strict=True)) if finished}
 
     @property
+    def depth(self) -> int:
+        """Windows of a row that stand side by side, at most."""
+        return max(Counter(self.rows).values())
+
+    @property
     def final_rows(self) -> list[int]:
-        """In a block, the rows whose states leave for good: no later window passes one on."""
-        leaving = self.leaving if self.is_block else {}
+        """Where there are blocks, the rows whose states leave for good: no later window passes one on."""
+        leaving = self.leaving if self.plan.block_windows > 1 else {}
         return [row for row, i in leaving.items() if self.windows[i] is self.plan.last_finished(row)]
 
     @property
@@ -95,7 +101,7 @@ class WindowBatch:
         plan = self.plan
         begins = {window.start - plan.first[row] for row, window in zip(self.rows, self.windows, strict=True)}
         same = len(begins) == 1 and len({w.end - w.start for w in self.windows}) == 1
-        return begins.pop() if same and len(self.rows) == len(plan.read) else None
+        return begins.pop() if same and self.rows == [*range(len(plan.read))] else None
 
     def _columns(self, ahead: int = 0) -> tuple[Tensor, Tensor]:
         """The packed column at each position, and whether the position holds a document token, each [b, width]."""

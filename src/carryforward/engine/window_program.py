@@ -90,7 +90,7 @@ class WindowProgram(bptt.Program):
             outputs=with_outputs and self.outputs is not None,
             record_attention=self.outputs is not None and self.outputs.record_attention,
             spans=tuple(spans),
-            depth=self.plan.block_windows,
+            depth=batch.depth,
             shape_key=self.shape_key(batch),
         )
         outputs, new_states = self.run_window(window, state)

@@ -28,11 +28,11 @@ from ..models import argument_checks
 from ..models.base import RecurrentPreTrainedModel, eval_mode
 from ..models.causal_lm import RecurrentForCausalLM
 from ..models.outputs import RecurrentOutput
-from ..models.streaming import Piece, stream_documents
 from ..state import State
 from ..utils.checks import check_callable, check_count, check_flag
 from ..utils.peft import get_recurrent_model
 from ..windows import IGNORE
+from .streaming import Piece, stream_documents
 
 WINDOWS_PER_CALL = 16  # of each document; affects only speed and how often progress is reported
 

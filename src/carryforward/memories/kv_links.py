@@ -135,11 +135,13 @@ def select_positions(x: Tensor, begin: int | Tensor, count: int) -> Tensor:
     """`count` positions of [..., T, d] from `begin` on.
 
     With a beginning for each row, [B, 1]: of each row of keys or values [B, heads, T, d], or, for each row, of position
-    offsets [L, 2, heads, T, d].
+    offsets [L, 2, heads, T, d]. Windows that are too short get any number: no other window follows them.
     """
     if isinstance(begin, int):
-        return x[..., begin : begin + count, :]
+        part = x[..., begin : begin + count, :]
+        return pad(part, (0, 0, 0, count - part.shape[-2]))
     index = begin.to(x.device) + torch.arange(count, device=x.device)  # [B, count]
+    index = index.clamp(max=x.shape[-2] - 1)
     if x.ndim > 4:
         return x[..., index, :].movedim(-3, 0)
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -136,8 +136,13 @@ class RecurrentPreTrainedModel(WindowRunner):
         argument_checks.check_mask(attention_mask, input_ids)
         argument_checks.check_tokens(input_ids, attention_mask, state, final)
         labels = argument_checks.check_labels(labels, input_ids)
-        logits = logits or (outputs and not self._capturable_outputs)
-        block_windows = self.block_size.windows(self, len(input_ids), use_state=use_state, logits=logits)
+        makes_logits = not self._capturable_outputs and (outputs or (labels is not None and not self._chunks_loss))
+        logits = logits or makes_logits
+        longest = input_ids.shape[1] + state.tokens.shape[1]
+        single = longest < recurrence.window - (longest_prefix or len(recurrence.prefix)) - len(recurrence.suffix)
+        block_windows = (
+            1 if single else self.block_size.windows(self, len(input_ids), use_state=use_state, logits=logits)
+        )
         plan = BatchPlan(
             self.config, self._send(input_ids), attention_mask, labels if labels is None else self._send(labels), state,
             overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
@@ -154,6 +159,11 @@ class RecurrentPreTrainedModel(WindowRunner):
             )
         argument_checks.check_classes(labels, attention_mask, self._num_classes)
         return plan
+
+    @property
+    def _chunks_loss(self) -> bool:
+        """Whether the loss is computed without the logits of whole windows."""
+        return False
 
     def _send(self, ids: Tensor) -> Tensor:
         """Token ids on the model's device. If they come from the host, neither checking nor sending them waits for the
@@ -254,7 +264,9 @@ class RecurrentPreTrainedModel(WindowRunner):
 
     @property
     def _vocabulary(self) -> int:
-        return self.get_input_embeddings().num_embeddings  # FSDP shards the weight
+        layer = self.get_input_embeddings()
+        size = getattr(layer, "num_embeddings", None)  # FSDP shards the weight; peft's wrappers have nothing else
+        return layer.weight.shape[0] if size is None else size
 
     @property
     def _num_classes(self) -> int:

@@ -28,6 +28,10 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
     def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
         return self.base(**inputs, logits_to_keep=width - start).logits
 
+    @property
+    def _chunks_loss(self) -> bool:
+        return self.config.architecture.output_projection(self.base) is not None
+
     def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
         projection = self.config.architecture.output_projection(self.base)
         if projection is None:

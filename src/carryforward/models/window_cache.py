@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import Cache
 
 from ..backbones.attention import KV
+from ..backbones.cache_places import CachePlaces
 from ..backbones.hooks import HookContext
 from ..engine.decode_graph import DecodeGraph, decode_key
 from ..engine.graph_cache import first_line
 from ..memories.base import WindowRecord
 from ..state import State
 from ..windows import Span
-from .cache_places import CachePlaces
 
 CAPTURE_AFTER = 4  # tokens: a capture takes as long as a few
 
@@ -316,7 +316,7 @@ class WindowCache(Cache):
         architecture, base_config = model.config.architecture, model.config.base_config
         context.attention_masks = architecture.cache_masks(
             base_config, positions, places.keys, [state_columns.get(layer, 0) for layer in self._state_columns],
-            places.with_state, places.last,
+            places.with_state, None if context.slots else places.last,
         )  # fmt: skip
         shifted = model.memory.shift_positions(positions, 0)
         if shifted is not None:

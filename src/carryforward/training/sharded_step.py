@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from ..engine import bptt
 from ..engine.run_policy import is_sharded
 from ..engine.run_windows import run_eagerly
-from ..engine.sharded_bptt import ShardedUnroll, policy_of
 from ..engine.window_program import WindowProgram
 from ..models.causal_lm import RecurrentForCausalLM
 from ..models.encoders import RecurrentForMaskedLM, RecurrentForTokenClassification
 from ..models.outputs import RecurrentOutput
 from ..models.token_model import TokenOutputModel
 from ..state import State
+from .sharded_bptt import ShardedUnroll, policy_of
 
 _WITH_LOSS = RecurrentForCausalLM, RecurrentForMaskedLM, RecurrentForTokenClassification
 
@@ -48,12 +48,10 @@ def sharded_backward(
     if labels is None:
         raise ValueError("labels=None: sharded_backward needs labels, as the loss is computed block by block.")
     model = _recurrent_model(module)
-    architecture = model.config.architecture
     with torch.enable_grad():
         plan = model._plan(
             input_ids, attention_mask, labels, state, overlap=None, use_state=use_state, outputs=False,
-            final=not architecture.causal,
-            logits=architecture.causal and architecture.output_projection(model.base) is None,  # a unit of its own
+            final=not model.config.architecture.causal,
         )  # fmt: skip
     policy, scored = policy_of(model), plan.count_scored()
     unroll = ShardedUnroll(

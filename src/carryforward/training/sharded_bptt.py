@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import bptt
-from .run_policy import RunPolicy
-from .window_program import WindowProgram
+from ..engine import bptt
+from ..engine.run_policy import RunPolicy
+from ..engine.window_program import WindowProgram
 
 Work = Callable[[], tuple[Tensor, ...]]
 

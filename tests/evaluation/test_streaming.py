@@ -4,8 +4,8 @@
 import pytest
 import torch
 
+from carryforward.evaluation.streaming import stream_documents
 from carryforward.models.outputs import RecurrentOutput
-from carryforward.models.streaming import stream_documents
 from carryforward.state import State
 
 LENGTHS = [40, 1, 0, 9, 2, 17, 8, 41, 18]

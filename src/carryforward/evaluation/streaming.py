@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..data.samples import batch_by_length
+from ..models.outputs import RecurrentOutput
 from ..state import State
-from .outputs import RecurrentOutput
 
 Read = Callable[["Piece", State | None], RecurrentOutput]
 
