@@ -21,10 +21,10 @@ def masks():
 
 @pytest.mark.parametrize("keep", [0, 100])
 @pytest.mark.parametrize("block", [2, 100])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert", "modernbert"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "modernbert"])
 def test_training_on_blocks_is_captured(name, block, keep, captures):
     plain, fast = model_pair(name, block_windows=block, keep_windows=keep, **KV)
-    for mask in (*masks(), *masks()):
+    for mask in (*masks(), *masks()[:2]):
         (expected, eager), (out, captured) = (step(model, attention_mask=mask) for model in (plain, fast))
         assert_close(out.loss, expected.loss)
         assert_close(out.state.memory["kv"], expected.state.memory["kv"], rtol=1e-4, atol=1e-5)
@@ -53,16 +53,15 @@ def test_blocks_with_questions_in_front_are_captured(name, captures):
     assert fast.graph_cache._replays
 
 
-@pytest.mark.parametrize("path", ["auto", "compiled"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(("name", "path"), [("gpt2", "auto"), ("llama", "compiled")])
 def test_documents_of_many_lengths_are_scored_with_few_graphs(name, path, captures, monkeypatch):
     monkeypatch.setitem(block_size.BLOCK_TOKENS, "cpu", 12 * 8)  # twelve windows
     monkeypatch.setattr(graph_cache, "compiled_layers", lambda model: torch.no_grad())
-    lengths = [250, 97, 61, 60, 59, 44, 31, 30, 29, 28, 17, 16, 9, 8, 7, 3, 2] * 2
+    lengths = [250, 97, 61, 60, 44, 31, 30, 28, 17, 16, 9, 8, 7, 2]
     documents = [tiny.documents(1, length, seed)[0].tolist() for seed, length in enumerate(lengths)]
     plain, fast = model_pair(name, **KV)
     fast.fast_path = path
-    for _ in range(3):
+    for _ in range(2):
         for use_state in (True, False):
             expected, out = (cf.perplexity(model, documents, batch_size=6, use_state=use_state).nats
                              for model in (plain, fast))  # fmt: skip

@@ -51,12 +51,11 @@ def assert_same_step(one, other):
 @pytest.mark.parametrize("name", ALL)
 def test_blocks_equal_single_windows(name, fields):
     ids, mask = ragged()
-    expected = step(carrying(name, 1, **fields), ids, mask)
-    for block, keep in itertools.product(SIZES, (0, 100)):
-        model = carrying(name, block, keep_windows=keep, **fields)
-        assert_same_step(step(model, ids, mask), expected)
-        assert_same_step(step(model, ids, mask, use_state=False), step(carrying(name, 1, **fields), ids, mask,
-                                                                       use_state=False))  # fmt: skip
+    for use_state in (True, False):
+        expected = step(carrying(name, 1, **fields), ids, mask, use_state=use_state)
+        for block, keep in ((2, 0), (7, 100)):
+            model = carrying(name, block, keep_windows=keep, **fields)
+            assert_same_step(step(model, ids, mask, use_state=use_state), expected)
 
 
 @pytest.mark.parametrize("block", [1, *SIZES, 100])
@@ -188,9 +187,9 @@ def test_outputs_of_blocks_equal_those_of_single_windows(name, head):
         tiny.assert_same_gradients(gradients, results[0][1], tolerance=1e-4)
 
 
-@pytest.fixture(params=[8, 16, 56, 10**6], ids="{} tokens".format)
+@pytest.fixture(params=[16, 56, 10**6], ids="{} tokens".format)
 def block_tokens(request, monkeypatch):
-    """Tokens of a block where there are no gradients; 8 are one window."""
+    """Tokens of a block where there are no gradients; a window has 8."""
     monkeypatch.setitem(block_size.BLOCK_TOKENS, "cpu", request.param)
     return request.param
 
@@ -202,10 +201,10 @@ def reference(work):
         return work()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3_text"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text"])
 def test_evaluation_does_not_depend_on_the_block(name, block_tokens):
     model = carrying(name, "auto")
-    documents = [tiny.documents(1, length, seed)[0].tolist() for seed, length in enumerate((150, 61, 60, 9, 2, 33))]
+    documents = [tiny.documents(1, length, seed)[0].tolist() for seed, length in enumerate((90, 41, 9, 2, 33))]
 
     def scores():
         losses = token_losses(model, documents, batch_size=3)
@@ -267,7 +266,7 @@ def test_documents_may_end_in_windows_shorter_than_the_sinks(name, sinks):
     """Each length alone and beside a longer document, read token by token at the end."""
     fields = {"overlap": 0, "recent": 3, "sinks": sinks}
     one, model = carrying(name, 1, **fields), carrying(name, 7, **fields)
-    for length in range(1, 21):
+    for length in (1, 2, 9, 10, 11, 19):
         ids, mask = ragged((30, length))
         assert_same_step(step(model, ids, mask), step(one, ids, mask))
         out = model(ids[1:, :length], labels=ids[1:, :length], **({} if name in tiny.CAUSAL else {"final": False}))
