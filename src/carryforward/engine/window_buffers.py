@@ -36,7 +36,8 @@ class Sizes(NamedTuple):
         return self.first + self.others
 
     def fit(self, room: "Sizes") -> bool:
-        """Whether a batch of these sizes can use such room. What is absent, but for states that leave, stays absent."""
+        """Whether a batch of these sizes can use such room. First windows, other windows and entering rows must be in
+        both or in neither."""
         pairs = list(zip(self, room, strict=True))
         return all(size <= space for size, space in pairs) and all(bool(a) == bool(b) for a, b in pairs[:3])
 
@@ -161,4 +162,4 @@ def _write_links(buffers: WindowLinks, links: WindowLinks, sizes: Sizes, room: S
                 buffer[there].copy_(indices[here])
         elif name != "following":
             buffer[: len(indices)].copy_(indices)
-            buffer[len(indices) :].zero_()  # any source: nothing sees it
+            buffer[len(indices) :].zero_()  # unused places may name any window

@@ -136,17 +136,16 @@ class RecurrentPreTrainedModel(WindowRunner):
         argument_checks.check_mask(attention_mask, input_ids)
         argument_checks.check_tokens(input_ids, attention_mask, state, final)
         labels = argument_checks.check_labels(labels, input_ids)
-        makes_logits = not self._capturable_outputs and (outputs or (labels is not None and not self._chunks_loss))
-        logits = logits or makes_logits
+        logits |= not self._capturable_outputs and (outputs or (labels is not None and not self._chunks_loss))
         longest = input_ids.shape[1] + state.tokens.shape[1]
         single = longest < recurrence.window - (longest_prefix or len(recurrence.prefix)) - len(recurrence.suffix)
-        block_windows = (
-            1 if single else self.block_size.windows(self, len(input_ids), use_state=use_state, logits=logits)
-        )
+        alone = single or closing  # no window stands beside another one of its document
         plan = BatchPlan(
             self.config, self._send(input_ids), attention_mask, labels if labels is None else self._send(labels), state,
             overlap=overlap, outputs=outputs, final=final, closing=closing, use_state=use_state,
-            block_windows=1 if closing else block_windows,
+            block_windows=1
+            if alone
+            else self.block_size.windows(self, len(input_ids), use_state=use_state, logits=logits),
             prefixes=prefixes,
         )  # fmt: skip
         argument_checks.check_vocabulary(input_ids, attention_mask, self._vocabulary)
