@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cpu_limits import parse_arguments
 from measurements import RESULTS, collect_cases, run_case
 from memory import MALLOC, QUIET, readable, watch_peak
 
@@ -264,7 +265,7 @@ def main() -> None:
     parser.add_argument(
         "--case", nargs=3, metavar=("MODEL", "WHAT", "WORDS"), help="run one case and print it as a line of JSON"
     )
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser)
     if arguments.case:
         name, what, words = arguments.case
         print(json.dumps(measure(name, what, int(words), arguments.device)))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from attention_variants import BACKENDS, Buffers, Preparation, Variant, _sdpa, padded, variants
+from cpu_limits import parse_arguments
 from measurements import RESULTS, Report
 from torch import Tensor
 
@@ -268,7 +269,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480.0, help="after so many, nothing more is measured")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/attention-DEVICE.json)")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     out = args.out or RESULTS / f"attention-{args.device}.json"
     begin = time.perf_counter()
     with Report(out, args.device, SHAPES, whole=False) as report:

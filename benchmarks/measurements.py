@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cpu_limits import limits, throttled_since, throttling
+
 from carryforward.utils.files import write_json, write_text
 from carryforward.utils.provenance import provenance
 
@@ -52,12 +54,14 @@ def replace_at_end(out: Path) -> Iterator[Write]:
 
 @contextmanager
 def collect_cases(out: Path, report: dict[str, Any]) -> Iterator[Write]:
-    """Yield a function that adds a case to a report, which replaces `out` at the end."""
+    """Yield a function that adds a case to a report, which replaces `out` at the end. A case records what the limits
+    on the processor cost since the one before."""
     cases: list[dict[str, Any]] = []
+    cpu = CpuRecord()
     with replace_at_end(out) as write:
 
         def add(case: dict[str, Any]) -> None:
-            cases.append(case)
+            cases.append(case | {"cpu": cpu.since_last()})
             write(report | {"cases": cases})
 
         yield add
@@ -78,8 +82,21 @@ def write_section(page: Path, script: str, text: str) -> None:
     write_text(page, f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
+class CpuRecord:
+    """What the limits on the processor cost, measurement by measurement."""
+
+    def __init__(self) -> None:
+        self.before = throttling()
+
+    def since_last(self) -> dict[str, Any]:
+        """The limits, and how often and how long the process was stopped for them since the last call."""
+        stopped, self.before = throttled_since(self.before), throttling()
+        return {**limits(), **stopped}
+
+
 class Report:
-    """Rows of measurements, each with its commit. Ratios are taken within a row, never across rows.
+    """Rows of measurements, each with its commit and what limits on the processor cost since the row before. Ratios are
+    taken within a row, never across rows.
 
     A run of all parts (`whole`) starts a new file. A run of some parts keeps the other rows, which must have been
     measured on the same machine, with the same versions and shapes.
@@ -95,6 +112,7 @@ class Report:
                 raise SystemExit(f"{out} was measured with {'; '.join(different)}. {advice}")
             self.record |= {"shapes": earlier["shapes"] | shapes, "rows": earlier["rows"]}
         self.file = replace_at_end(out)
+        self.cpu = CpuRecord()
 
     def __enter__(self) -> "Report":
         self.write = self.file.__enter__()
@@ -106,6 +124,7 @@ class Report:
     def add(self, row: dict[str, Any], show: bool = True) -> None:
         """Add a row in place of an earlier one with the same name, shape, batch and windows, and write the file."""
         key = ("row", "shape", "batch", "windows")
+        row = {**row, "cpu": self.cpu.since_last()}
         others = [r for r in self.record["rows"] if any(r.get(k) != row.get(k) for k in key)]
         self.record["rows"] = [*others, {"commit": self.commit, **row}]
         self.write(self.record)

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cpu_limits import parse_arguments
 from measurements import RESULTS, collect_cases, run_case
 
 from carryforward.utils.provenance import provenance
@@ -113,12 +114,18 @@ def watch_peak(device: str) -> Callable[[], int]:
         return lambda: torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak: that of building the model may be higher
     before = resident()
-    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return lambda: peak_resident() - before
 
 
 def resident() -> int:
     """The resident set of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_resident() -> int:
+    """The largest resident set of this process in bytes. `getrusage` would also count the process that started it."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 # --- all cases ---------------------------------------------------------------------------------------------------
@@ -217,7 +224,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/memory-DEVICE.json)")
     parser.add_argument("--figure", type=Path, metavar="JSON", help="draw a PNG next to the JSON and print a table")
     parser.add_argument("--case", nargs=2, metavar=("MODE", "WINDOWS"), help="one case only, printed as a JSON line")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     if args.figure:
         report = json.loads(args.figure.read_text())
         print(table(report))

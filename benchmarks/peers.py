@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_limits import parse_arguments
 from measurements import RESULTS, Report
 from sliding_window import compare
 from steps import SHAPES, autocast, free, recurrent, recurrent_step, time_interleaved
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PEERS, help="measure these rows only")
     parser.add_argument("--lengths", nargs="+", type=int, help="of texts, for sliding")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/peers-DEVICE.json)")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     chosen = [name for name in args.only or PEERS if args.device in PEERS[name][2]]
     missing = [name for name in chosen if find_spec(PEERS[name][0]) is None]
     out = args.out or RESULTS / f"peers-{args.device}.json"

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cpu_limits import parse_arguments
 from steps import SHAPES, autocast, base, synchronize
 
 SEED, TOKENS, BOOKS = 0, 100_000, 100
@@ -180,10 +181,11 @@ def main() -> None:
     parser.add_argument("--earlier", nargs=2, metavar=("SRC", "COMMIT"), help="src of an earlier commit, and its name")
     parser.add_argument("--path", default="compiled", help="fast_path on a GPU (compiled)")
     parser.add_argument("--scale", type=float, help="length of the documents (1; of books 0.25)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    # The end of a document is a small block, whose graph is captured after some rounds.
+    parser.add_argument("--warm-up", type=int, default=6)
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/scoring-DEVICE.json)")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     shapes = args.shapes or (["gpt2-small", "smollm2-135m"] if args.device == "cuda" else ["tiny"])
     with Report(args.out or RESULTS / f"scoring-{args.device}.json", args.device, SHAPES, whole=False) as report:
         for part in args.only:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cpu_limits import throttled_since, throttling
 from torch import Tensor
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -60,19 +61,24 @@ def autocast(device: str) -> Any:
 
 
 def time_interleaved(sides: dict[Any, Callable[[], object]], rounds: int, tokens: int, device: str) -> dict[Any, Any]:
-    """Time the sides in turns, several rounds. Returns tokens per second of each: median, slowest and fastest."""
+    """Time the sides in turns, several rounds. Returns tokens per second of each: median, slowest and fastest; and how
+    long it was stopped in all rounds for a quota on the processor, if the kernel counts that."""
     times: dict[Any, list[float]] = {name: [] for name in sides}
+    stopped: dict[Any, float] = {}
     for _ in range(rounds):
         for name, side in sides.items():
             synchronize(device)
-            begin = time.perf_counter()
+            before, begin = throttling(), time.perf_counter()
             side()
             synchronize(device)
             times[name].append(time.perf_counter() - begin)
+            if before:
+                stopped[name] = stopped.get(name, 0.0) + throttled_since(before)["throttled_seconds"]
     return {
         name: {
             "tokens_per_second": tokens / statistics.median(taken),
             "slowest": tokens / max(taken), "fastest": tokens / min(taken), "rounds": rounds,
+            **({"throttled_seconds": stopped[name]} if name in stopped else {}),
         }
         for name, taken in times.items()
     }  # fmt: skip
