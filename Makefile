@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-families lint docs clean
 
 demo: .venv/installed
 	$(BIN)/carryforward demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2
+
+test-families: .venv/installed  # all model types: docs/models.md
+	PYTHONPATH=tests $(BIN)/python tests/families/all_types.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from .evaluation.flops import flops_per_token as flops_per_token
     from .evaluation.perplexity import Perplexity as Perplexity
     from .evaluation.perplexity import perplexity as perplexity
+    from .memories.associative import AssociativeMemoryConfig as AssociativeMemoryConfig
     from .memories.kv import KVMemoryConfig as KVMemoryConfig
+    from .memories.tokens import TokenMemoryConfig as TokenMemoryConfig
     from .memories.vector import VectorMemoryConfig as VectorMemoryConfig
     from .models.add_recurrence import add_recurrence as add_recurrence
     from .models.causal_lm import RecurrentForCausalLM as RecurrentForCausalLM
@@ -63,7 +65,9 @@ _HOME = {
     "RecurrentForSequenceClassification": "models.encoders",
     "RecurrentForTokenClassification": "models.encoders",
     "RecurrentModel": "models.headless",
+    "AssociativeMemoryConfig": "memories.associative",
     "KVMemoryConfig": "memories.kv",
+    "TokenMemoryConfig": "memories.tokens",
     "VectorMemoryConfig": "memories.vector",
     "load_bundled": "models.loading",
     "measure_position_offsets": "models.position_offsets",

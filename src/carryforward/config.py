@@ -7,19 +7,21 @@ that `AutoModel...from_pretrained` finds everything in one file.
 """
 
 import dataclasses
-import logging
 import reprlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from . import windows
-from .backbones.architectures import ARCHITECTURES, Architecture, architecture_of, unsupported_type
+from .backbones.architectures import ARCHITECTURES, STORED_AS, Architecture, architecture_of, unsupported_type
 from .memories.base import Dependency, MemoryConfig, WindowSize, check_fields, is_int
 from .memories.kinds import MemoryChoice, owner_hint, parse_memory
+from .memories.links import BlockLayout
+from .memories.slot_links import Send, SlotLinks
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 _GRADIENT_FIELDS = ("bptt_windows", "block_windows", "keep_windows", "keep_graph", "offload_states")
 
@@ -31,12 +33,13 @@ class RecurrenceConfig:
     Attributes:
         window: tokens read at once, T. An encoder's special tokens count too.
         overlap: document tokens that consecutive windows share, in training and unless a call says otherwise.
-        memory: what passes from a window to the next: "kv", "vector", a memory config, or a list of these. `memories`
-            has the configs with all defaults filled in.
+        memory: what passes from a window to the next: "kv", "vector", "tokens", "associative", a memory config, or a
+            list of these. `memories` has the configs with all defaults filled in.
         prefix, suffix: special tokens around every window of an encoder; `add_recurrence(tokenizer=...)` finds them.
         separator: special tokens between a question and the document, likewise.
         bptt_windows: truncated BPTT: detach the state after every so many windows from the document's start; None never
-            does. With 1 every state is detached, and the memory's parameters are not trained at all.
+            does. With 1 every state is detached, and the memory's parameters are not trained; only, if carried keys and
+            values reach further than one window, the offsets of the positions at which a window sees them.
         block_windows: how many windows of each row run side by side in training, where windows need not wait for each
             other: with carried keys and values, or without a state. Faster, and memory grows with their number. "auto"
             chooses as many as memory allows and speed gains from. Without gradients a block has a fixed number of
@@ -82,14 +85,21 @@ class RecurrenceConfig:
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         capacity = windows.check(self.window, self.overlap, len(self.prefix), len(self.suffix))
         size = WindowSize(self.window, capacity, self.overlap)
+        object.__setattr__(self, "_size", size)
         object.__setattr__(self, "memory", parse_memory(self.memory))
         object.__setattr__(self, "_memories", tuple(memory.resolve(size) for memory in self.memory))  # type: ignore[union-attr]
+        self._check_history()
         self.check_capacity(capacity, self.overlap)
 
     @property
     def memories(self) -> tuple[MemoryConfig, ...]:
         """The memory configs, with defaults that depend on the window filled in."""
         return self._memories  # type: ignore[attr-defined]  # set in `__post_init__`
+
+    @property
+    def size(self) -> WindowSize:
+        """The sizes that memories must fit."""
+        return self._size  # type: ignore[attr-defined]  # set in `__post_init__`
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RecurrenceConfig) and self.to_dict() == other.to_dict()
@@ -107,9 +117,34 @@ class RecurrenceConfig:
         return max(memory.dependency for memory in self.memories)
 
     @property
+    def needs_history(self) -> bool:
+        """Whether windows are told how much of their document was read; see `MemoryConfig.needs_history`."""
+        return any(memory.needs_history(self.size) for memory in self.memories)
+
+    @property
+    def writes_behind(self) -> bool:
+        """Whether a memory puts positions behind windows that pass their state on; see `MemoryConfig`."""
+        return any(memory.writes_behind for memory in self.memories)
+
+    @property
+    def selects(self) -> bool:
+        """Whether a memory selects what it keeps by its contents."""
+        return any(memory.selects for memory in self.memories)
+
+    def slot_links(self, block: BlockLayout, rotary: bool, send: Send) -> SlotLinks | None:
+        """Where the windows of a block find what they receive, if a memory needs their history."""
+        memories = (memory for memory in self.memories if memory.needs_history(self.size))
+        return next((memory.slot_links(block, rotary, send) for memory in memories), None)
+
+    @property
     def extra_positions(self) -> int:
         """Positions of the base model that memories take beside those of the window."""
         return sum(memory.extra_positions for memory in self.memories)
+
+    @property
+    def memory_positions(self) -> int:
+        """Those of them in front of a full window's tokens and behind them."""
+        return sum(memory.memory_positions for memory in self.memories)
 
     def pooled(self, capacity: int, overlap: int) -> int:
         """How many document tokens of a window are pooled when it is read at an overlap: the pooled tokens reach as far
@@ -118,18 +153,28 @@ class RecurrenceConfig:
 
     def min_capacity(self, overlap: int) -> int:
         """Document tokens that a window needs at least when read at an overlap."""
-        return max(memory.min_capacity(overlap, self.overlap) for memory in self.memories)
+        return max(memory.min_capacity(overlap, self.size) for memory in self.memories)
 
     def check_capacity(self, capacity: int, overlap: int) -> None:
         """Refuse an overlap at which windows with so many document tokens have too little to carry."""
         for memory in self.memories:
-            needed = memory.min_capacity(overlap, self.overlap)
+            needed = memory.min_capacity(overlap, self.size)
             if capacity < needed:
                 trained = f" (trained at {self.overlap})" if overlap != self.overlap else ""
                 raise ValueError(
                     f"overlap={overlap}{trained}: a window has {capacity} document tokens and needs {needed} to carry "
                     f"{memory.describe()}. Use a smaller overlap, a larger window, or carry less."
                 )
+
+    def _check_history(self) -> None:
+        """Refuse a memory that reaches further than one window back beside one whose windows wait for each other."""
+        if self.needs_history and self.dependency > Dependency.SAME_LAYER_KV:
+            (far,) = (memory for memory in self.memories if memory.needs_history(self.size))
+            raise ValueError(
+                f"memory: {far.describe()} reach further back than one window, which cannot stand beside another kind "
+                f"of memory. Carry at most {self.size.capacity - self.overlap} positions in all and no far ones, or "
+                'use memory="kv" alone.'
+            )
 
     def describe(self) -> str:
         """What is carried, in words."""
@@ -154,12 +199,13 @@ class RecurrenceConfig:
 
 
 def default_window(base: PreTrainedConfig, memory: MemoryChoice) -> int:
-    """A window that leaves room for what is carried among the positions that a base model can use."""
+    """A window that leaves room for what is carried and for memory positions among those that a base model can use."""
     architecture = architecture_of(base)
     # A causal layer with a sliding window never attends further. (An encoder's window slides to both sides.)
     limits = [limit for limit in architecture.sliding_windows(base) if limit is not None and architecture.causal]
-    usable = min([architecture.max_positions(base), *limits])
-    return min(config.default_window(usable) for config in parse_memory(memory))
+    configs = parse_memory(memory)
+    usable = min([architecture.max_positions(base), *limits]) - sum(config.memory_positions for config in configs)
+    return max(min(config.default_window(usable) for config in configs), 1)
 
 
 def _of_base(name: str) -> Any:
@@ -179,6 +225,8 @@ class RecurrentModelConfig(PreTrainedConfig):
         use_state: False records that windows were trained alone; a question-answering model then reads them so.
         tokenizer_fingerprint: of the tokenizer that was saved with the model, if any.
         initial_memory: by kind of memory that must be trained, the fingerprint of its weights before training.
+        verified: the version of transformers and the digest of the model's source with which the base model was
+            verified (`models.verification`), if it was.
     """
 
     model_type = "carryforward"
@@ -191,6 +239,7 @@ class RecurrentModelConfig(PreTrainedConfig):
     use_state: bool = True
     tokenizer_fingerprint: str | None = None
     initial_memory: dict[str, str] | None = None
+    verified: dict[str, str] | None = None
 
     vocab_size = _of_base("vocab_size")
     hidden_size = _of_base("hidden_size")
@@ -251,15 +300,25 @@ def _base_config(value: Any) -> Any:
     model_type = value.get("model_type") if isinstance(value, dict) else None
     if not isinstance(model_type, str):
         raise ValueError(f"base_config={reprlib.repr(value)} must be the config of a base model, with its model_type.")
-    if model_type not in ARCHITECTURES:
+    if model_type not in ARCHITECTURES and not value.get(STORED_AS):
         raise ValueError(unsupported_type(model_type))
     return AutoConfig.for_model(**value)
 
 
 def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architecture: Architecture) -> None:
-    """Refuse a recurrence that the base model cannot have."""
+    """Refuse a recurrence that the base model cannot have.
+
+    Learned positions end: more of them are refused. Rotary positions do not, and models differ in how far they read
+    beyond those they were trained on. So this is a warning, once, as where transformers' `generate` exceeds a model's
+    length: the user may train the model, or may have measured that it works.
+    """
     for memory in recurrence.memories:
         memory.check_base(base)
+    if recurrence.memory_positions and not architecture.takes_embeddings:
+        raise ValueError(
+            f"memory: {recurrence.describe()} pass through the model as embeddings, which {base.model_type} does not "
+            'read as it reads token ids. Use memory="kv" or memory="vector".'
+        )
     if architecture.causal and (recurrence.prefix or recurrence.suffix):
         raise ValueError(f"prefix and suffix are for encoders; {base.model_type} is causal. Leave them empty.")
     special = (*recurrence.prefix, *recurrence.separator, *recurrence.suffix)
@@ -269,19 +328,33 @@ def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architectur
     positions, extra = architecture.max_positions(base), recurrence.extra_positions
     if recurrence.window + extra <= positions:
         return
-    carried = f" with {extra} positions carried in front of it" * (extra > 0)
+    around = recurrence.memory_positions
+    parts = [f"{extra - around} positions carried in front of it"] * (extra > around)
+    parts += [f"{around} memory positions"] * (around > 0)
+    carried = f" with {' and '.join(parts)}" * (extra > 0)
     if architecture.rotary:
-        logger.warning(
+        logger.warning_once(
             "window=%d%s exceeds the %d positions that %s was trained on. Rotary positions reach further, but the "
-            "model has not seen them.", recurrence.window, carried, positions, base.model_type,
+            "model has not seen them: predictions may become worse. Train the model, or use a smaller window%s.",
+            recurrence.window, carried, positions, base.model_type, " or reach" * (extra > around),
         )  # fmt: skip
         return
-    fitting = _fitting_window(recurrence, base, positions)
-    advice = "Carry fewer positions" if fitting is None else f"Use window={fitting} or less"
     raise ValueError(
         f"window={recurrence.window}{carried} exceeds the {positions} learned positions that {base.model_type} has. "
-        f"{advice}; the state carries what lies further back."
+        f"{_fitting_advice(recurrence, base, positions)}."
     )
+
+
+def _fitting_advice(recurrence: RecurrenceConfig, base: PreTrainedConfig, positions: int) -> str:
+    """What to change of a recurrence that takes more positions than there are."""
+    window, around = _fitting_window(recurrence, base, positions), recurrence.memory_positions
+    if window is not None:
+        fewer = ", or fewer memory tokens" * (around > 0)
+        return f"Use window={window} or less{fewer}; the state carries what lies further back"
+    if around == recurrence.extra_positions:
+        return f"Use fewer memory tokens, which take {around} of them"
+    room = positions - recurrence.window - around
+    return f"Carry at most {room} positions" if room > 0 else "Carry fewer positions, with a smaller window"
 
 
 def _fitting_window(recurrence: RecurrenceConfig, base: PreTrainedConfig, positions: int) -> int | None:

@@ -21,10 +21,10 @@ from torch import Tensor
 from .utils.files import atomic_write
 from .windows import IGNORE
 
-_ON_CPU = ("started", "pending", "read")  # windows are planned on the host
+_ON_CPU = ("started", "pending", "read", "origin")  # windows are planned on the host
 _MEMORY = "memory."  # prefix of the memory's tensors in a file
 _FORMAT = "carryforward-state"
-_INTEGERS = ("tokens", "pending", "read", "labels")
+_INTEGERS = ("tokens", "pending", "read", "origin", "labels")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +33,14 @@ class State:
 
     Attributes:
         memory: what the next window receives, by kind of memory, each [B, ...]; undefined in rows that have not
-            started. "vector": h_prev, [B, states, slots, k]. "kv": [B, layers, 2, heads, positions, d].
+            started. "vector": h_prev, [B, states, slots, k]. "kv": [B, layers, 2, heads, positions, d]. "tokens":
+            [B, memory tokens, k]. "associative": [B, layers, features, k + 1].
         started: whether a row has finished a window and so has a memory, [B], on the CPU.
         tokens: each row's tokens from the start of the unfinished window, [B, P], right-padded.
         pending: how many of these are real, [B], on the CPU.
         read: how many tokens of the document were read in all, [B], on the CPU.
+        origin: at which token the memory begins, [B], on the CPU: not 0 where a document was first read without a
+            state. None: 0 everywhere.
         labels: for encoders, the labels of `tokens`: a window may be scored in a later call than the one that gives it.
         summary: for sequence classification, the maximum so far over windows of their first token, [B, k].
         ended: the documents were declared complete and cannot be continued.
@@ -51,6 +54,7 @@ class State:
     tokens: Tensor
     pending: Tensor
     read: Tensor
+    origin: Tensor | None = None
     labels: Tensor | None = None
     summary: Tensor | None = None
     ended: bool = False
@@ -113,6 +117,8 @@ class State:
             return tensors[name]
         if name == "labels":
             return torch.full_like(self.tokens, IGNORE)
+        if name == "origin":
+            return torch.zeros_like(self.read)
         return example.new_full((len(self), *example.shape[1:]), -torch.inf)
 
     def before_last(self) -> tuple["State", Tensor]:

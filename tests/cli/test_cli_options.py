@@ -26,11 +26,11 @@ def find(command):
     return found
 
 
+GROUPS = ["qa", "memory-tasks"]
 COMMANDS = [
     "",
-    "qa",
-    *(name for name in find("").commands if name != "qa"),
-    *(f"qa {name}" for name in find("qa").commands),
+    *find("").commands,
+    *(f"{group} {name}" for group in GROUPS for name in find(group).commands),
 ]
 
 
@@ -103,6 +103,30 @@ def test_an_option_takes_several_numbers(home, given, overlaps):
     ):
         rows = json.loads(succeed("flops", "--json", *arguments).out)
         assert [row["overlap"] for row in rows] == overlaps
+
+
+def test_the_size_of_a_state(home):
+    """The memory of `flops` is the paper's, unless sizes of carried keys and values are given."""
+    flops = ["flops", "--model", home / "model", "--window", 16]  # 2 layers of width 16: 256 bytes a position
+    sizes = {}
+    for options in ([], ["--recent", 5], ["--reach", 12], ["--reach", "3KB"], ["--recent", 3, "--far", 2]):
+        (row,) = json.loads(succeed(*flops, *options, "--json").out)
+        sizes[" ".join(map(str, options))] = row["state_positions"], row["state_bytes"]
+    assert sizes == {
+        "": (0, 64), "--recent 5": (9, 9 * 256), "--reach 12": (12, 12 * 256), "--reach 3KB": (11, 11 * 256),
+        "--recent 3 --far 2": (9, 9 * 256),
+    }  # fmt: skip
+    shown = succeed(*flops, "--reach", 12).out
+    memory = "keys and values of the 8 most recent positions and the first 4"
+    assert shown.endswith(f"\nstate: 0.003 MB per text, 12 positions: {memory}\n")
+
+
+def test_flops_of_a_recurrent_model(trained):
+    (row,) = json.loads(succeed("flops", "--model", trained, "--json").out)
+    assert (row["state_positions"], row["state_bytes"]) == (6, 6 * 256)
+    assert "is recurrent already: leave --reach out" in fail("flops", "--model", trained, "--reach", 9, code=2)
+    message = fail("flops", "--preset", "paper", "--reach", 9, code=2)
+    assert "--reach: --preset paper says what is carried, too. Leave one of the two out" in message
 
 
 def test_numbers_end_where_the_models_begin(trained, home):

@@ -26,7 +26,8 @@ from carryforward.presets import DEFAULT_SINKS, PRESET_MEMORIES
 from carryforward.qa import predict, train
 from carryforward.qa.dataset import Answer, Question, read_questions
 from carryforward.qa.trainer import QuestionTrainer, QuestionTrainingArguments
-from carryforward.settings import FAST_PATHS, MAX_ANSWER_TOKENS, QuestionSettings, RecurrentSettings
+from carryforward.settings.commands import FAST_PATHS, MAX_ANSWER_TOKENS, QuestionSettings
+from carryforward.settings.recurrence import RecurrentSettings, _owners
 from carryforward.training.callbacks import ProgressBarCallback
 from carryforward.utils.files import read_sealed_json, write_sealed_json
 
@@ -342,9 +343,10 @@ def test_settings_that_make_no_sense(settings, message):
 def test_the_settings_know_all_choices():
     assert {kind for kinds in PRESET_MEMORIES.values() for kind in kinds} <= set(MEMORY_KINDS)
     for settings in (RecurrentSettings, QuestionSettings):
-        for field in dataclasses.fields(settings):  # that belong to a kind of memory
-            kind = field.metadata.get("kind")
-            assert kind is None or field.name in MEMORY_KINDS[kind].__dataclass_fields__, field.name
+        for field in dataclasses.fields(settings):
+            for kind in _owners(field):  # kinds of memory that it belongs to
+                known = {"reach"}  # which becomes fields where the model is known
+                assert field.name in known | {*MEMORY_KINDS[kind].__dataclass_fields__}, field.name
     assert cf.RecurrenceConfig().find("kv").sinks == DEFAULT_SINKS
     assert MAX_ANSWER_TOKENS == predict.MAX_TOKENS
     assert get_args(graph_cache.FastPath) == FAST_PATHS

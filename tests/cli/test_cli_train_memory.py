@@ -23,8 +23,15 @@ VECTOR, KV = cf.VectorMemoryConfig(), cf.KVMemoryConfig(recent=3, sinks=3)
         (["--memory", "vector", "--slots", 2], [cf.VectorMemoryConfig(slots=2)]),
         (["--memory=vector", "--memory=kv", "--recent", 2, "--sinks", 0, "--pooling", "max"],
          [cf.VectorMemoryConfig(pooling="max"), cf.KVMemoryConfig(recent=2, sinks=0)]),
+        (["--reach", 20], [cf.KVMemoryConfig(recent=16, sinks=4)]),
+        (["--reach=2KB", "--sinks", 0], [cf.KVMemoryConfig(recent=7, sinks=0)]),
+        (["--recent", 4, "--far", 4, "--selection", "dissimilar", "--sinks", 0],
+         [cf.KVMemoryConfig(recent=4, sinks=0, far=4, selection="dissimilar")]),
+        (["--memory", "tokens", "--memory-tokens", 3], [cf.TokenMemoryConfig(memory_tokens=3)]),
+        (["--memory", "associative", "kv", "--memory-tokens", 2, "--key-size", 5, "--sinks", 1, "--recent", 3],
+         [cf.KVMemoryConfig(recent=3, sinks=1), cf.AssociativeMemoryConfig(memory_tokens=2, key_size=5)]),
     ],
-    ids=["default", "paper", "both", "kv", "vectors", "fields"],
+    ids=["default", "paper", "both", "kv", "vectors", "fields", "reach", "memory", "far", "tokens", "associative"],
 )  # fmt: skip
 def test_the_memory_is_chosen_and_said(train, home, options, memories):
     result = succeed(*train, *options)
@@ -79,7 +86,22 @@ def test_a_window_too_long_for_what_is_carried(train):
          "--memory kv, or --memory vector kv for both, or leave it out."),
         (["--memory", "kv", "--no-residual"], "--residual is an option of the memory vector, and the memory is kv."),
         (["--recent", 0], "--recent 0: it must be at least 1"),
-        (["--recent", 9, "--sinks", 4], "recent=9 and sinks=4 are 13 positions to carry, and a window adds only 12"),
+        (["--recent", 19, "--sinks", 4], "23 positions carried in front of it exceeds the 32 learned positions"),
+        (["--reach", 21], "leave 20 beside a window of 12 tokens. Use reach=20 or less"),
+        (["--reach", 9, "--recent", 2], "so does --recent. Leave one of them out."),
+        (["--reach", 9, "--memory", "vector"], "--reach is an option of the memory kv, and the memory is vector."),
+        (["--reach", 9, "--memory", "kv", "vector"], "and the memory is 'vector' and 'kv'. Use memory='kv', or leave"),
+        (["--selection", "merged"], "none are carried. Give --far as well"),
+        (["--memory", "tokens"], "window=12 with 32 memory positions exceeds the 32 learned positions that gpt2 has. "
+         "Use fewer memory tokens, which take 32 of them."),
+        (["--memory", "tokens", "--recent", 4], "--recent is an option of the memory kv, and the memory is tokens. Use "
+         "--memory kv, or leave it out."),
+        (["--memory-tokens", 4], "--memory-tokens is an option of the memory tokens or associative, and the memory is "
+         "kv. Use --memory tokens, or leave it out."),
+        (["--key-size", 4], "--key-size is an option of the memory associative, and the memory is kv. Use --memory "
+         "associative, or --memory kv associative for both, or leave it out."),
+        (["--memory", "associative", "--memory-tokens", 0], "--memory-tokens 0: it must be at least 1"),
+        (["--memory", "tokens", "kv"], "'tokens' cannot stand beside 'kv'. Use 'tokens' alone."),
     ],
 )  # fmt: skip
 def test_a_memory_that_cannot_be(train, options, message):
@@ -87,11 +109,16 @@ def test_a_memory_that_cannot_be(train, options, message):
     assert not train[-1].exists()
 
 
+def test_a_recurrent_model_accepts_its_own_reach(trained, train):
+    succeed("train", "--model", trained, *train[3:], "--reach", 6)
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [
         (["--memory", "kv"], "--memory"),
         (["--recent", 2], "--recent"),
+        (["--reach", 9], "--reach"),
         (["--slots", 4, "--sinks", 0, "--memory", "vector"], "--memory, --sinks, --slots"),
         (["--bptt-windows", 2, "--no-residual"], "--residual, --bptt-windows"),
     ],
@@ -110,6 +137,8 @@ def test_what_is_of_no_use_without_a_state_is_refused(train, options, names):
         (["--memory", "kv", "vector"], "is recurrent already, with the memory kv. Leave out --memory"),
         (["--memory", "vector", "--slots", 2], "with the memory kv. Leave out --memory and options of other memories."),
         (["--recent", 2], "is recurrent already, with recent=3. Leave these out."),
+        (["--reach", 7], "is recurrent already, with recent=3. Leave these out."),
+        (["--far", 2], "is recurrent already, with far=0. Leave these out."),
         (["--window", 13, "--sinks", 2], "is recurrent already, with window=12, sinks=3. Leave these out."),
     ],
 )

@@ -30,7 +30,7 @@ COMMANDS = {
     "evaluate": ("evaluate model", "evaluation.evaluate.evaluate"),
     "horizon": ("horizon model", "models.loading.need_state"),
     "report": ("report file", "evaluation.report.load"),
-    "flops": ("flops", "models.loading.load_config"),
+    "flops": ("flops", "models.loading.describe"),
     "inspect": ("inspect model --text file --out page.html", "analysis.inspect.inspect"),
     "topics": ("topics model --out out", "analysis.topics.topics"),
     "samples": ("samples model --out out", "analysis.samples.samples"),
@@ -38,6 +38,10 @@ COMMANDS = {
     "qa train": ("qa train --model model --data file --out out", "qa.train.train"),
     "qa answer": ("qa answer model --question text --document file", "data.texts.read_file_or_stdin"),
     "qa evaluate": ("qa evaluate model --data file", "qa.evaluate.evaluate"),
+    **{
+        f"memory-tasks {task}": (f"memory-tasks {task} --model model --out out", "tasks.memory_tasks.memory_tasks")
+        for task in ("retrieval", "copy", "reverse", "passkey", "facts")
+    },
     "qa join": ("qa join file --out new", "qa.join_passages.join_files"),
 }
 
@@ -130,7 +134,7 @@ def test_odd_values_are_accepted_or_refused_by_name(name, tmp_path, monkeypatch)
         ("train --window 0", "--window 0: it must be at least 1"),
         ("train --window 500", "Use window=341 or less"),
         ("train --device cuda", "--device cuda: PyTorch finds no such device here"),
-        ("train --recent 300 --window 100", "a window adds only 100 new ones (window=100, overlap=0). Use recent=100"),
+        ("train --recent 500 --window 100", "exceeds the 512 learned positions that gpt2 has. Carry at most 412"),
     ],
 )
 def test_single_values(arguments, message, tmp_path, monkeypatch):

@@ -161,6 +161,22 @@ def test_a_document_of_full_windows_has_the_state_it_would_pass_on(name):
         np.testing.assert_array_equal(vector, passed_on)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_memory_tokens_stand_for_a_document(name):
+    """Documents that end at different places of a window are read in one batch."""
+    model = tiny.recurrent(name, "none", memory=cf.TokenMemoryConfig(memory_tokens=3))
+    documents = [tiny.documents(1, n, seed=n) for n in (3, 8, 15, 33)]
+    texts = [" ".join(map(str, ids[0].tolist())) for ids in documents]
+    vectors = encode(model, texts, numbers, pooling="state")
+    for ids, vector in zip(documents, vectors, strict=True):
+        expected = model.advance_state(ids, final=True).memory["tokens"]
+        np.testing.assert_allclose(vector, expected.flatten(), rtol=1e-4, atol=1e-5)
+    windows = encode(model, texts, numbers, output="windows")
+    assert [states.shape for states in windows] == [(n, 3, tiny.WIDTH) for n in (0, 0, 2, 5)]
+    first_two = model.advance_state(documents[3][:, :15]).memory["tokens"]
+    np.testing.assert_allclose(windows[3][1], first_two[0], rtol=1e-4, atol=1e-5)
+
+
 def test_states_hold_the_vectors_of_a_model_with_two_memories():
     """Keys and values are carried too, but are not part of an embedding."""
     model = model_of("llama", "none", slots=2, recent=3, sinks=1)
@@ -254,8 +270,8 @@ KV = model_of("llama", "none", slots=0, recent=3, sinks=1)
         ({"pooling": "max"}, "pooling='max' must be one of"),
         ({"pooling": "state", "use_state": False}, 'pooling="state" needs the state, which use_state=False'),
         ({"output": "windows", "use_state": False}, 'output="windows" needs the state, which use_state=False'),
-        ({"model": KV, "pooling": "state"}, "carries keys and values, not vectors"),
-        ({"model": KV, "output": "windows"}, "carries keys and values, not vectors"),
+        ({"model": KV, "pooling": "state"}, "carries keys and values of .*, not vectors"),
+        ({"model": KV, "output": "windows"}, "carries keys and values of .*, not vectors"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"batch_size": -1}, "batch_size=-1 must be at least 1"),
         ({"overlap": 99, "texts": []}, "overlap=99 must be at least 0"),

@@ -9,22 +9,26 @@ from helpers import tiny
 from helpers.fast_path import IDS, RAGGED, model_pair
 from torch.testing import assert_close
 
-from carryforward.models import window_cache
+from carryforward.models.generation import window_cache
+
+VECTORS = {"slots": 2, "insert_at": "all"}
+CASES = [(name, overlap, VECTORS) for name in tiny.CAUSAL for overlap in (0, 2, 5)]
+CASES += [("gpt2", 2, tiny.TOKENS), ("gemma3_text", 0, tiny.TOKENS), ("llama", 2, tiny.ASSOCIATIVE)]
 
 
-@pytest.mark.parametrize("overlap", [0, 2, 5])
-@pytest.mark.parametrize("name", tiny.CAUSAL)
-def test_captured_steps_equal_eager_ones(name, overlap, captures, monkeypatch):
+@pytest.mark.parametrize(("name", "overlap", "fields"), CASES, ids=str)
+def test_captured_steps_equal_eager_ones(name, overlap, fields, captures, monkeypatch):
     monkeypatch.setattr(window_cache, "CAPTURE_AFTER", 2)
-    plain, fast = model_pair(name, slots=2, insert_at="all")
+    plain, fast = model_pair(name, **fields)
     prompt, mask = IDS[:, :11], RAGGED[:, :11].flip(1)
     settings = {"attention_mask": mask, "max_new_tokens": 40, "overlap": overlap, "do_sample": False}
     settings |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0, "eos_token_id": None}
     expected, out = plain.generate(prompt, **settings), fast.generate(prompt, **settings)
-    assert len(captures) == 1
+    assert len(captures) == (3 if "memory" in fields else 1), "a step; and windows that are read again, if they must be"
     assert_close(torch.stack(out.logits), torch.stack(expected.logits))
     assert out.sequences.equal(expected.sequences)
-    assert_close(out.past_key_values.state.memory["vector"], expected.past_key_values.state.memory["vector"])
+    for kind, state in expected.past_key_values.state.memory.items():
+        assert_close(out.past_key_values.state.memory[kind], state)
 
 
 def test_rows_may_end_before_others(captures, monkeypatch):

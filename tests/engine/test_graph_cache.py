@@ -46,19 +46,25 @@ def test_encoders_train_like_eager_ones(name, length, keep, captures):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("name", "fields"),
     [
-        {"slots": 3, "insert_at": "all", "state_per_layer": True},
-        {"pooled_layers": "below", "residual": True, "insert_at": (2, 3)},
-        {"bptt_windows": 2},
-        {"pooling": "attention", "slots": 2},
-        {"slots": 0, "recent": 4, "sinks": 2},
-        {"recent": 3},
+        ("llama", {"slots": 3, "insert_at": "all", "state_per_layer": True}),
+        ("llama", {"pooled_layers": "below", "residual": True, "insert_at": (2, 3)}),
+        ("llama", {"bptt_windows": 2}),
+        ("llama", {"pooling": "attention", "slots": 2}),
+        ("llama", {"slots": 0, "recent": 4, "sinks": 2}),
+        ("llama", {"recent": 3}),
+        ("gpt2", tiny.TOKENS),
+        ("gemma3_text", {"bptt_windows": 2, **tiny.TOKENS}),
+        ("bert", tiny.TOKENS),
+        ("llama", tiny.ASSOCIATIVE),
+        ("roberta", tiny.ASSOCIATIVE),
+        ("gpt2", tiny.ASSOCIATIVE_AND_KV),
     ],
     ids=str,
 )
-def test_every_memory_trains_like_an_eager_one(fields, captures):
-    plain, fast = model_pair("llama", **fields)
+def test_every_memory_trains_like_an_eager_one(name, fields, captures):
+    plain, fast = (model.double() if "memory" in fields else model for model in model_pair(name, **fields))
     for _ in range(3):
         expected, eager = step(plain, attention_mask=RAGGED)
         out, captured = step(fast, attention_mask=RAGGED)
@@ -91,8 +97,9 @@ def test_gradients_flow_through_the_state_between_calls(captures):
     assert captures
 
 
-def test_windows_without_gradients_are_replayed(captures):
-    plain, fast = model_pair("gpt2")
+@pytest.mark.parametrize("fields", [{}, tiny.TOKENS, tiny.ASSOCIATIVE], ids=str)
+def test_windows_without_gradients_are_replayed(fields, captures):
+    plain, fast = model_pair("gpt2", **fields)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             for overlap in (0, 2, 5):
@@ -100,7 +107,8 @@ def test_windows_without_gradients_are_replayed(captures):
                     out = fast(IDS, labels=IDS, overlap=overlap)
                 expected = plain(IDS, labels=IDS, overlap=overlap)
                 assert_close(out.nll_sum, expected.nll_sum)
-                assert_close(out.state.memory["vector"], expected.state.memory["vector"])
+                for kind, state in expected.state.memory.items():
+                    assert_close(out.state.memory[kind], state)
     step(fast)  # graphs captured in inference mode do not prevent training
     assert captures
 

@@ -42,6 +42,32 @@ def test_blocks_with_truncated_bptt_or_dropout_are_captured(fields, captures):
     assert fast.graph_cache._replays
 
 
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize(
+    "memory", [{"recent": 20, "sinks": 1}, {"recent": 4, "far": 3, "selection": "merged"}], ids=str
+)
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "modernbert"])
+def test_blocks_that_see_further_than_one_window_are_captured(name, memory, keep, captures):
+    fields = {"memory": cf.KVMemoryConfig(**memory), "block_windows": 2, "keep_windows": keep}
+    plain, fast = model_pair(name, **fields)
+    for mask in (*masks(), *masks()):
+        (expected, eager), (out, captured) = (step(model, attention_mask=mask) for model in (plain, fast))
+        assert_close(out.loss, expected.loss)
+        assert_close(out.state.memory["kv"], expected.state.memory["kv"], rtol=1e-4, atol=1e-5)
+        tiny.assert_same_gradients(eager, captured)
+    assert fast.graph_cache._replays
+
+
+def test_blocks_that_select_by_contents_are_not_captured(captures):
+    memory = cf.KVMemoryConfig(recent=4, far=3, selection="attention")
+    plain, fast = model_pair("llama", memory=memory, block_windows=2)
+    for _ in range(4):
+        (expected, eager), (out, captured) = (step(model) for model in (plain, fast))
+        assert_close(out.loss, expected.loss)
+        tiny.assert_same_gradients(eager, captured)
+    assert not captures
+
+
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_blocks_with_questions_in_front_are_captured(name, captures):
     fields = {"slots": 0, "recent": 2, "sinks": 1, "window": 16, "block_windows": 3}
@@ -68,6 +94,25 @@ def test_documents_of_many_lengths_are_scored_with_few_graphs(name, path, captur
             assert out == pytest.approx(expected, rel=1e-5)
     assert fast.graph_cache._replays
     assert len(graphs_of(fast, cuda_graphs.CapturedForward)) <= 12
+
+
+@pytest.mark.parametrize("use_state", [True, False])
+def test_the_end_of_a_document_is_soon_captured_too(use_state, captures, monkeypatch):
+    """With and without a state: what counts is how many windows of it have run, not how many calls."""
+    monkeypatch.setitem(block_size.BLOCK_TOKENS, "cpu", 12 * 8)
+    monkeypatch.setattr(graph_cache, "CAPTURE_AFTER", 16)
+    model = tiny.recurrent("gpt2", **KV)
+    document = tiny.documents(1, 233)[0].tolist()  # two blocks, and three windows
+    eager, run_window = [], type(model).run_window
+    monkeypatch.setattr(
+        type(model), "run_window", lambda self, window: eager.append(len(window.ids)) or run_window(self, window)
+    )
+    for _ in range(6):
+        cf.perplexity(model, [document], use_state=use_state)
+    assert 3 in eager
+    eager.clear()
+    cf.perplexity(model, [document], use_state=use_state)
+    assert not eager
 
 
 def test_room_is_shared_by_blocks_of_similar_sizes():

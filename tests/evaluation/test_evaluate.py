@@ -7,7 +7,7 @@ from helpers import prose, tiny
 
 import carryforward as cf
 from carryforward.evaluation.evaluate import evaluate
-from carryforward.settings import EvaluateSettings
+from carryforward.settings.commands import EvaluateSettings
 
 
 def test_a_result_holds_the_recurrence_with_its_memories(tmp_path):

@@ -5,14 +5,15 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import families, tiny
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, GPT2Config
 
 import carryforward as cf
-from carryforward.backbones.architectures import architecture_of
+from carryforward.backbones.architectures import architecture_of, store_architecture
+from carryforward.backbones.discovery import discover
 from carryforward.evaluation import flops
-from carryforward.evaluation.flops import flops_per_token
+from carryforward.evaluation.flops import flops_per_token, state_size
 
 PAPER = {0: 1.75e8, 5: 1.78e8, 10: 1.81e8, 30: 1.94e8, 50: 2.10e8, 75: 2.33e8, 100: 2.62e8, 150: 3.50e8, 200: 5.25e8}
 
@@ -33,8 +34,8 @@ def test_the_papers_memory_costs_little():
 
 # --- compared with PyTorch's counter -------------------------------------------------------------------------------
 # It counts matrix products exactly, so the tolerance is for rounding only. It differs from ours in two terms, which
-# the tests compute: it counts masked pairs, which eager attention multiplies too, and it does not count pooling layers'
-# outputs, which is no matrix product.
+# the tests compute: it counts masked pairs, which eager attention multiplies too, and it does not count what is no
+# matrix product: pooling layers' outputs, comparing and averaging keys.
 
 
 def attention_width(config):
@@ -58,6 +59,39 @@ def test_base_flops_of_a_window(name):
     assert masked >= 0
 
 
+MORE_TYPES = [*families.REPRESENTATIVE, "qwen2_moe", "laguna", "mimo_v2_flash", "gemma4_text", "modernbert-decoder",
+              "granitemoeshared", "ernie4_5_moe", "layoutlm", "xmod"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in MORE_TYPES if name in families.INSTALLED])
+def test_base_flops_of_a_window_of_discovered_types(name):
+    """Of a mixture of experts the counter sees those that a token is sent to, and layers may have other sizes."""
+    window, model = 8, families.base(name).requires_grad_(False)
+    store_architecture(model.config, discover(model))
+    model.set_attn_implementation("eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    architecture = architecture_of(model.config)
+    backbone = architecture.backbone_of(model)
+    with FlopCounterMode(display=False) as counter:
+        backbone(input_ids=tiny.documents(1, window))
+    counts = counter.get_flop_counts()
+    paths = [f"{type(backbone).__name__}.{architecture.layers}.{number}" for number in range(tiny.LAYERS)]
+    measured = sum(sum(counts[path].values()) for path in paths)
+    matrices = flops._matrices(flops._json(model.config))
+    masked = [4 * width * (window**2 - pairs) for width, pairs in
+              zip(matrices.attention_widths, flops._pairs(model.config, window), strict=True)]  # fmt: skip
+    assert measured == pytest.approx(flops_per_token(model.config, window).base * window + sum(masked), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["dbrx", "jetmoe"])
+def test_experts_that_depend_on_the_token_are_not_counted(name):
+    model = families.base(name)
+    store_architecture(model.config, discover(model))
+    with pytest.raises(ValueError, match=f"FLOPs of a model of type '{name}' cannot be counted from its config"):
+        flops_per_token(model.config, 8)
+
+
 RECURRENCES = {
     "paper": {},
     "slots in all layers": {"slots": 3, "insert_at": "all"},
@@ -72,6 +106,18 @@ RECURRENCES = {
     },
     "kv": {"slots": 0, "recent": 4, "sinks": 1},
     "kv and vector": {"slots": 2, "recent": 4},
+    "tokens": {"memory": cf.TokenMemoryConfig(memory_tokens=3)},
+    "associative": {"memory": cf.AssociativeMemoryConfig(memory_tokens=3, key_size=5)},
+    "associative and kv": {
+        "memory": [cf.AssociativeMemoryConfig(memory_tokens=2, key_size=5), cf.KVMemoryConfig(recent=4, sinks=1)]
+    },
+    "kv further back": {"memory": cf.KVMemoryConfig(recent=20, sinks=1)},
+    "kv, far by attention": {"memory": cf.KVMemoryConfig(recent=3, sinks=1, far=9, selection="attention")},
+    "kv, far dissimilar": {"memory": cf.KVMemoryConfig(recent=3, sinks=1, far=9, selection="dissimilar")},
+    "kv, far merged": {"memory": cf.KVMemoryConfig(recent=3, sinks=1, far=3, selection="merged")},
+    "kv, far looked up": {
+        "memory": cf.KVMemoryConfig(recent=3, sinks=1, far=4, selection="lookup", group=2, archive=8)
+    },
 }
 
 
@@ -91,18 +137,47 @@ def test_flops_of_the_memories_in_a_window(name, kind):
 
     # A third window with a state, less one without: the difference is a state that is read and one that is written.
     measured = (measure(3, True) - measure(2, True)) - (measure(3, False) - measure(2, False))
-    cost = flops._window_cost(base, recurrence, recurrence.overlap)
+    cost, stride = flops._window_cost(base, recurrence, recurrence.overlap), 8 - 2
     counted = sum(memory.flops(cost) for memory in recurrence.memories)
-    stride = 8 - 2
     assert flops_per_token(config).recurrence == pytest.approx(counted / stride)
     assert flops_per_token(config, use_state=False).recurrence == 0
     masked = pooling = 0
+    if (kv := recurrence.find("kv")) is not None and kv.far and kv.selection != "attention":
+        pooling = kv.selection_method.flops(cost, kv.slot_sizes)
+        if kv.selection == "lookup":  # whose scores are products of matrices, which the counter sees
+            pooling = tiny.LAYERS * cost.kv_width * stride
+        assert pooling > 0
     if (vector := recurrence.find("vector")) is not None:
         entered = len(vector.insertion_layers(tiny.LAYERS))
         pooling = 2 * {"all": tiny.LAYERS, "last": 1, "below": entered}[vector.pooled_layers] * 8 * tiny.WIDTH
         if config.architecture.causal:
             masked = (vector.slots * recurrence.window + vector.slots**2 / 2) * entered
+    around = sum(memory.memory_tokens for memory in recurrence.memories if memory.writes_behind)
+    if around and config.architecture.causal:  # of the pairs with memory positions, half are masked
+        around *= 1 + ("tokens" in model.memory.kinds)  # in front of the window and behind it
+        masked = tiny.LAYERS * around * (recurrence.window + around / 2)
     assert measured == pytest.approx(counted - pooling + 4 * attention_width(base) * masked, rel=1e-9)
+
+
+def test_flops_of_selecting_far_positions():
+    """Counted by hand, for 2 layers with 3 heads of queries and 1 of keys of size 4, windows of 10 tokens."""
+    base = tiny.hf.LlamaConfig(num_hidden_layers=2, hidden_size=12, num_attention_heads=3, num_key_value_heads=1)
+
+    def flops_of(selection, **sizes):
+        memory = cf.KVMemoryConfig(**{"recent": 5, "sinks": 1, "far": 6, **sizes}, selection=selection)
+        cost = flops._window_cost(base, cf.RecurrenceConfig(window=10, overlap=2, memory=memory), 2)
+        attention = memory.carried * 10 * 3 * 4 * 4 * 2  # a product and a sum for the scores, and for the values
+        return memory.flops(cost) - attention
+
+    assert flops_of("attention", far=0) == 0
+    # The last token's query is compared with 12 carried keys and 10 of the window.
+    assert flops_of("attention") == 2 * (12 + 10) * 3 * 4 * 2
+    # 6 far keys and 8 that leave: squares and their sum, division, mean, product and sum with the mean.
+    assert flops_of("dissimilar") == 6 * (6 + 8) * 4 * 2
+    # Of 6 slots, 4 keys and 4 values are added up.
+    assert flops_of("merged") == 2 * 4 * 6 * 4 * 2
+    # Of 8 tokens the keys are averaged; 10 queries are compared with the averages of 6 groups.
+    assert flops_of("lookup", group=2, archive=12) == (8 * 4 + 2 * 10 * 6 * 3 * 4) * 2
 
 
 def test_flops_of_pooling():
@@ -141,6 +216,22 @@ def test_counting_changes_neither_random_numbers_nor_the_config():
     assert torch.equal(torch.get_rng_state(), state)
     flops_per_token(config, 8)
     assert flops._matrices.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["paper", "kv", "kv and vector", "kv further back", "kv, far looked up",
+                                  "tokens", "associative and kv"])  # fmt: skip
+def test_the_size_of_a_state_is_that_of_its_tensors(kind, dtype):
+    model = tiny.recurrent("llama", **RECURRENCES[kind])
+    size = state_size(model.config, dtype=dtype)
+    state = model.advance_state(tiny.documents(1, 40)).memory
+    assert size.bytes == sum(part[0].numel() for part in state.values()) * dtype.itemsize
+    archive = 8 if kind == "kv, far looked up" else 0  # which no window sees
+    positions = state["kv"].shape[4] - archive if "kv" in state else 0
+    assert size.positions == (state["tokens"].shape[1] if "tokens" in state else positions)
+    base, recurrence = model.config.base_config, model.config.recurrence
+    assert state_size(base, recurrence=recurrence, dtype=dtype) == size
+    assert state_size(base, 8) == flops.StateSize(0, 0)
 
 
 @pytest.mark.parametrize(

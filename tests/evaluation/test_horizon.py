@@ -47,6 +47,30 @@ def test_the_horizon_command(tmp_path, capsys, monkeypatch):
         )
 
 
+def test_a_memory_that_reaches_far_is_measured_up_to_32_windows_back(tmp_path, capsys):
+    """If a document has so many windows; a memory that does not reach so far is measured up to 8."""
+    prose.save_model(tmp_path / "plain")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "long.txt").write_text(" ".join(prose.TOPICS)[:1500])
+    memories = {"far": cf.KVMemoryConfig(recent=6, sinks=1, far=4), "near": cf.KVMemoryConfig(recent=3, sinks=1)}
+    for name, memory in memories.items():
+        loaded = load_causal(str(tmp_path / "plain"))
+        model = cf.add_recurrence(loaded.model, window=4, memory=memory, tokenizer=loaded.tokenizer)
+        model.save_pretrained(tmp_path / name)
+    found = {}
+    for name, tokens in (("far", 140), ("far", 132), ("near", 140)):
+        with pytest.raises(SystemExit) as end:
+            main(["horizon", str(tmp_path / name), "--data", str(tmp_path / "texts"), "--split", "train",
+                  "--max-document-tokens", str(tokens), "--out", str(tmp_path / f"out-{name}-{tokens}")])  # fmt: skip
+        assert end.value.code == 0, capsys.readouterr().err
+        (result,) = json.loads((tmp_path / f"out-{name}-{tokens}" / "horizon.json").read_text())
+        found[name, tokens] = [depth["windows"] for depth in result["depths"]]
+        assert len({depth["nats"] for depth in result["depths"]}) == len(result["depths"]), "each changes the loss"
+    assert found == {
+        ("far", 140): [0, 1, 2, 4, 8, 16, 32], ("far", 132): [0, 1, 2, 4, 8, 16], ("near", 140): [0, 1, 2, 4, 8],
+    }  # fmt: skip
+
+
 def test_more_models_than_colours(tmp_path, monkeypatch):
     """Every model is drawn. Without matplotlib the results are written, but no figure."""
     from matplotlib.axes import Axes

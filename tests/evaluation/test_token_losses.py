@@ -52,6 +52,23 @@ def test_depth_zero_is_no_state_and_the_greatest_depth_is_the_whole_state(fields
     assert len(set(by_depth.values())) == 3, "each further window changes the loss"
 
 
+def test_32_windows_back_equal_the_plain_model_on_the_whole_text():
+    """With rotary positions, and as long as all of a text is within reach."""
+    base = tiny.base("llama", max_position_embeddings=200)
+    model = cf.add_recurrence(base, window=4, reach=32 * 4)
+    documents = [tiny.documents(1, length, seed)[0] for seed, length in enumerate([140, 133, 90])]
+    by_depth, tokens = loss_by_depth(model, documents, [0, 4, 32])
+    ends = [(i, end) for i, document in enumerate(documents) for end in range(33 * 4, len(document), 4)]
+    assert tokens == 4 * len(ends) == 12
+    for depth in by_depth:
+        losses = []
+        for i, end in ends:
+            begin = end - (depth + 1) * 4
+            logits = base(documents[i][None, begin:end]).logits[0, -4:]
+            losses.append(torch.nn.functional.cross_entropy(logits, documents[i][end - 3 : end + 1]).item())
+        assert by_depth[depth] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
 def test_bad_input():
     model = tiny.recurrent("llama")
     with pytest.raises(ValueError, match="no document has 10 full windows of 8 tokens"):

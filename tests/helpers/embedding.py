@@ -5,7 +5,7 @@ from . import prose, tiny
 
 TOKENIZER = prose.tokenizer()
 PROSE = "".join(prose.TOPICS[:3])
-TEXTS = ["A few words.", "", PROSE[:900], PROSE[50:110], PROSE[100:2600]]
+TEXTS = ["A few words.", "", PROSE[:900], PROSE[50:110], PROSE[100:1500]]
 
 
 def model_of(name, head=None, **fields):

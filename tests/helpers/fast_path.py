@@ -34,19 +34,26 @@ def capture_on_cpu(function, pool):
     other Python code."""
     with OperationLog() as log:
         results = function()
+    steps = [
+        (operation, [_detached(a) for a in args], kwargs, [_detached(place) for place in tree_leaves(result)])
+        for operation, args, kwargs, result in log.operations
+        if not any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
+    ]  # without views, which follow their bases
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)  # the log has autocast's own casts already
     def replay():
-        for operation, args, kwargs, result in log.operations:
-            if any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns):
-                continue  # a view follows its base
-            new = operation(*[a.detach() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
-            for place, value in zip(tree_leaves(result), tree_leaves(new), strict=True):
+        for operation, args, kwargs, places in steps:
+            new = operation(*args, **kwargs)
+            for place, value in zip(places, [new] if isinstance(new, torch.Tensor) else tree_leaves(new), strict=True):
                 if isinstance(place, torch.Tensor) and place.data_ptr() != value.data_ptr():
-                    place.detach().copy_(value)
+                    place.copy_(value)
 
     return results, replay
+
+
+def _detached(x):
+    return x.detach() if isinstance(x, torch.Tensor) else x
 
 
 def step(model, ids=IDS, seed=3, **kwargs):

@@ -3,7 +3,7 @@
 
 import torch
 
-from carryforward.models.window_cache import WindowCache
+from carryforward.models.generation.window_cache import WindowCache
 
 WINDOW = 8
 NO_EOS = {"pad_token_id": 1, "eos_token_id": None}

@@ -10,7 +10,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 VOCABULARY = 300
 TOPICS = [topics[name] for name in sorted(topics)]
-WIKITEXT = Path(__file__).resolve().parents[3] / "shared" / "corpora" / "wikitext" / "wiki.test.raw"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -2,6 +2,7 @@
 """Tiny models of every supported architecture, built without downloads, with the same weights every time."""
 
 import dataclasses
+import math
 
 import torch
 import transformers as hf
@@ -67,7 +68,13 @@ LEARNED = [name for name in CONFIGS if not ARCHITECTURES[name].rotary]  # learne
 WIDE = {"sliding_window": 64}  # carried keys and values are visible to every query, whatever the sliding window
 
 VECTOR_FIELDS = dataclasses.fields(cf.VectorMemoryConfig)
-TEXT = [list(range(5, VOCABULARY)) * 100]  # to measure position offsets on
+KV_FIELDS = dataclasses.fields(cf.KVMemoryConfig)
+TOKENS = {"memory": cf.TokenMemoryConfig(memory_tokens=3)}
+ASSOCIATIVE = {"memory": cf.AssociativeMemoryConfig(memory_tokens=3, key_size=5)}
+ASSOCIATIVE_AND_KV = {
+    "memory": [cf.AssociativeMemoryConfig(memory_tokens=2, key_size=5), cf.KVMemoryConfig(recent=3, sinks=1)]
+}
+TEXT = [list(range(5, VOCABULARY)) * 11]  # enough to measure position offsets on
 
 QUESTIONS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 FRAME = {"prefix": (2,), "separator": (3, 3), "suffix": (3,)}  # special tokens around a question and a document
@@ -114,18 +121,36 @@ def recurrent(name: str, head: str | None = None, seed: int = 0, settings: dict 
     return model
 
 
+def without_zeros(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
+    """The same model with weights in which nothing is zero and the state is large."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.base.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+        for parameter in model.memory.parameters():
+            parameter.normal_(std=0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[-1]))
+    return model
+
+
+def precise(name: str, head: str | None = None, **fields):
+    """A tiny recurrent model; if a memory is given, in double precision, since random matrices and memory tokens make
+    rounding errors larger."""
+    model = recurrent(name, head, **fields)
+    return model.double() if "memory" in fields else model
+
+
 def with_memory(**fields):
     """Fields of `RecurrenceConfig` from its own fields and those of the memory configs.
 
     There is a vector memory unless slots=0, and a kv memory if `recent` is given.
     """
     if "memory" in fields:
-        fields.pop("hidden_sizes", None)
-        return fields
+        return {name: value for name, value in fields.items() if name not in ("hidden_sizes", "pooled_layers")}
     vector = {field.name: fields.pop(field.name) for field in VECTOR_FIELDS if field.name in fields}
-    kv = {"recent": fields.pop("recent", 0), "sinks": fields.pop("sinks", 0)}
+    kv = {"sinks": 0, **{field.name: fields.pop(field.name) for field in KV_FIELDS if field.name in fields}}
     memory = [cf.VectorMemoryConfig(**vector)] if vector.get("slots", 1) else []
-    return {**fields, "memory": [*memory, *([cf.KVMemoryConfig(**kv)] if kv["recent"] else [])]}
+    return {**fields, "memory": [*memory, *([cf.KVMemoryConfig(**kv)] if kv.get("recent") else [])]}
 
 
 def untrained(name: str, **fields):

@@ -26,7 +26,12 @@ CHOICES = {
     "vectors": cf.VectorMemoryConfig(slots=3, insert_at=(1, 3), state_per_layer=True, hidden_sizes=(12,)),
     "kv": cf.KVMemoryConfig(recent=3, sinks=2),
     "both": [cf.VectorMemoryConfig(slots=2, hidden_sizes=(12,)), cf.KVMemoryConfig(recent=4, sinks=0)],
-}
+    "tokens": cf.TokenMemoryConfig(memory_tokens=3),
+    "associative": cf.AssociativeMemoryConfig(memory_tokens=3, key_size=5),
+    "associative and kv": [
+        cf.KVMemoryConfig(recent=3, sinks=1), cf.AssociativeMemoryConfig(memory_tokens=2, key_size=5)
+    ],
+}  # fmt: skip
 EACH_MEMORY = pytest.mark.parametrize("memory", CHOICES.values(), ids=CHOICES)
 EACH_MODEL = pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma3_text"])
 
@@ -36,12 +41,13 @@ def build(name, memory):
 
 
 def window_record(model, rows=2):
-    """Random layer outputs, keys and values, as a window leaves them."""
+    """Random layer outputs, keys and values, as a window leaves them, and outputs at three memory positions."""
     config = model.config.base_config
     heads, size = model.config.architecture.kv_heads(config)
     outputs = [torch.randn(rows, WINDOW, config.hidden_size) for _ in range(config.num_hidden_layers)]
     window_kv = [tuple(torch.randn(rows, heads, WINDOW, size) for _ in range(2)) for _ in outputs]
-    return WindowRecord(outputs, window_kv, model.rerotate)
+    after = [torch.randn(rows, 3, config.hidden_size) for _ in outputs]
+    return WindowRecord(outputs, window_kv, model.rerotate, layer_after=after, last_after=after[-1])
 
 
 @EACH_MODEL
@@ -55,6 +61,8 @@ def test_a_memory_writes_states_of_its_shape(name, memory):
         state = module.write(record, SPAN, None)
         assert state.shape == (2, *module.shape)
         assert module.write(record, SPAN, state).shape == state.shape
+        if module.writes_behind:
+            continue  # generation does not write it token by token
         if module.token_width:
             features = module.token_features(record.layer_outputs)
             assert features.shape == (2, WINDOW, module.token_width)
@@ -71,7 +79,10 @@ def test_a_memory_inserts_into_the_layers_it_names(name, memory):
     for module in model.memory:
         context = HookContext()
         module.read(torch.randn(2, *module.shape), context)
-        assert sorted({*context.slots, *context.past_kv}) == list(module.layers())
+        every = range(1, tiny.LAYERS + 1)
+        attended = {*context.slots, *context.past_kv} if context.memory_positions is None else every
+        assert sorted(attended) == list(module.layers())
+        assert [*context.layer_inputs] == ([*every] if module.reads_every_token else [])
     everything = {layer for module in model.memory for layer in module.layers()}
     assert model.memory.layers == sorted(everything)
 
@@ -119,8 +130,11 @@ def test_only_keys_and_values_of_learned_positions_must_be_measured():
 
 @pytest.mark.parametrize(
     ("memory", "extra", "records", "previous"),
-    [("vector", 0, False, False), ("vectors", 0, False, False), ("kv", 5, True, True), ("both", 4, True, True)],
-)
+    [
+        ("vector", 0, False, False), ("vectors", 0, False, False), ("kv", 5, True, True), ("both", 4, True, True),
+        ("tokens", 6, False, False), ("associative", 3, False, True), ("associative and kv", 6, True, True),
+    ],
+)  # fmt: skip
 def test_what_a_memory_needs_is_declared(memory, extra, records, previous):
     model = build("gpt2", CHOICES[memory])
     assert model.config.recurrence.extra_positions == extra
@@ -140,7 +154,9 @@ def test_flops_of_memories_add_up_to_those_of_the_recurrence(name, memory):
         window=WINDOW,
         pooled=WINDOW,
         queries=[WINDOW + sum(layer) for layer in zip(*inserted, strict=True)],
+        matrices=sum(p.numel() for p in architecture.layer_list(model.backbone).parameters() if p.ndim == 2),
         projections=[sum(p.numel() for p in module.parameters() if p.ndim == 2) for module in attention],
+        stride=WINDOW - OVERLAP,
     )
     each = [config.flops(cost) for config in recurrence.memories]
     assert all(flops > 0 for flops in each)
@@ -148,13 +164,17 @@ def test_flops_of_memories_add_up_to_those_of_the_recurrence(name, memory):
     assert flops_per_token(model.config, use_state=False).recurrence == 0
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3_text"])
-def test_memories_compile_to_one_graph(name):
+@pytest.mark.parametrize(("name", "memory"), [
+    *((name, "both") for name in ("gpt2", "llama", "gemma3_text")), ("llama", "tokens"), ("llama", "associative"),
+])  # fmt: skip
+def test_memories_compile_to_one_graph(name, memory):
     """The fast path compiles them: a graph break would cost most of the gain."""
-    model, ids = build(name, CHOICES["both"]), tiny.documents(2, 30)
+    model, ids = build(name, CHOICES[memory]), tiny.documents(2, 30)
     expected = model(ids, labels=ids).loss
     torch._dynamo.reset()
-    model.memory.forward = torch.compile(model.memory.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+    between_layers = [module for kind in model.memory for module in kind.layer_modules()]
+    for module in (model.memory, *between_layers):
+        module.forward = torch.compile(module.forward, backend="aot_eager", fullgraph=True, dynamic=False)
     assert_close(model(ids, labels=ids).loss, expected)
 
 

@@ -8,7 +8,7 @@ from helpers.generation import GREEDY, NO_EOS, WINDOW, greedy_continuation, logi
 from torch.testing import assert_close
 
 import carryforward as cf
-from carryforward.models.window_cache import WindowCache
+from carryforward.models.generation.window_cache import WindowCache
 
 
 def test_a_cache_continues_with_more_text():

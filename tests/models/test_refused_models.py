@@ -7,7 +7,7 @@ import transformers as hf
 from helpers import prose, tiny
 from helpers.commands import fail
 
-from carryforward.models import loading
+from carryforward.models import loading, model_files
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def unreachable(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
-    loading._hub_options.cache_clear()
+    model_files._hub_options.cache_clear()
     yield requests
-    loading._hub_options.cache_clear()
+    model_files._hub_options.cache_clear()
 
 
 def test_without_the_hub_a_name_fails_after_one_request(unreachable, tmp_path, monkeypatch):
@@ -38,19 +38,19 @@ def test_without_the_hub_a_name_fails_after_one_request(unreachable, tmp_path, m
 
 
 def test_without_the_hub_a_cached_model_is_loaded_from_the_cache(unreachable, monkeypatch):
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *_: "/cache/config.json")
-    assert loading._find("owner/name") == ("owner/name", {"local_files_only": True})
+    monkeypatch.setattr(model_files, "try_to_load_from_cache", lambda *_: "/cache/config.json")
+    assert model_files.find("owner/name") == ("owner/name", {"local_files_only": True})
 
 
 def test_a_hub_that_answers_leaves_the_rest_to_transformers(unreachable, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: None)
-    assert loading._find("owner/name") == ("owner/name", {})
+    assert model_files.find("owner/name") == ("owner/name", {})
 
 
 def test_a_folder_with_nearly_this_name_is_named(tmp_path):
     (tmp_path / "runs").mkdir()
     with pytest.raises(ValueError, match=f"there is no such folder. Did you mean '{tmp_path}/runs'?"):
-        loading.load_config(str(tmp_path / "rusn"))
+        model_files.load_config(str(tmp_path / "rusn"))
 
 
 def test_another_type_is_refused_in_one_sentence(tmp_path):

@@ -8,7 +8,7 @@ from helpers.generation import WINDOW, decode
 from torch.testing import assert_close
 
 from carryforward import KVMemoryConfig
-from carryforward.models.window_cache import WindowCache
+from carryforward.models.generation.window_cache import WindowCache
 
 
 def test_buffers_stay_in_place():

@@ -100,7 +100,7 @@ def test_a_wrong_fast_path_is_refused():
 
 def test_unsupported_models_and_heads_are_refused_by_name():
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=20, hidden_size=8, n_layer=1, n_head=2))
-    with pytest.raises(ValueError, match="type 'bloom'. Supported types: gpt2, gpt_neox"):
+    with pytest.raises(ValueError, match="type 'bloom': its attention is not computed by transformers' Attention"):
         cf.add_recurrence(bloom, window=8, memory="vector")
     choice = hf.BertForMultipleChoice(tiny.CONFIGS["bert"]())
     with pytest.raises(ValueError, match="head of BertForMultipleChoice. Supported for 'bert': BertForMaskedLM"):
@@ -119,15 +119,19 @@ def test_unsupported_models_and_heads_are_refused_by_name():
         cf.add_recurrence(tiny.recurrent("gpt2"), window=8, memory="vector")
     with pytest.raises(ValueError, match="layerdrop=0.1"):
         cf.add_recurrence(tiny.base("opt", layerdrop=0.1), window=8, memory="vector")
-    with pytest.raises(ValueError, match="classifier_pooling='mean'.*set it to 'cls'"):
+    with pytest.raises(ValueError, match="classifier_pooling='mean'.*Set it to 'cls' or 'bos'"):
         cf.add_recurrence(tiny.base("modernbert", "sequence", classifier_pooling="mean"), window=8, memory="vector")
 
 
-def test_attention_that_hides_the_state_is_refused():
+def test_attention_that_hides_the_state_is_switched_to_sdpa(caplog):
+    expected = cf.add_recurrence(tiny.base("llama"), window=8)
     model = tiny.base("llama")
     model.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="attn_implementation='flex_attention'.*set_attn_implementation"):
-        cf.add_recurrence(model, window=8, memory="vector")
+    with caplog.at_level(logging.WARNING):
+        recurrent = cf.add_recurrence(model, window=8)
+    assert "attn_implementation='flex_attention' cannot show a state" in caplog.text
+    ids = tiny.documents(1, 30)
+    torch.testing.assert_close(recurrent(ids).logits, expected(ids).logits, rtol=0, atol=0)
 
 
 IDS = tiny.documents(2, 20)

@@ -43,7 +43,8 @@ def step(model, ids, mask=None, seed=5, **arguments):
 def assert_same_step(one, other):
     (out, gradients), (expected, expected_gradients) = one, other
     assert_close(out.loss, expected.loss)
-    assert_close(out.state.memory["kv"], expected.state.memory["kv"], rtol=1e-4, atol=1e-5)
+    for kind, state in expected.state.memory.items():
+        assert_close(out.state.memory[kind], state, rtol=1e-4, atol=1e-5)
     tiny.assert_same_gradients(gradients, expected_gradients)
 
 
@@ -56,6 +57,15 @@ def test_blocks_equal_single_windows(name, fields):
         for block, keep in ((2, 0), (7, 100)):
             model = carrying(name, block, keep_windows=keep, **fields)
             assert_same_step(step(model, ids, mask, use_state=use_state), expected)
+
+
+@pytest.mark.parametrize("fields", [tiny.TOKENS, tiny.ASSOCIATIVE, tiny.ASSOCIATIVE_AND_KV], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_blocks_change_nothing_where_windows_wait_for_each_other(name, fields):
+    """With a state one window of a row runs at a time; without one they run side by side, and have no memory."""
+    (ids, mask), single, blocks = ragged(), *(tiny.precise(name, block_windows=n, **fields) for n in (1, 7))
+    for use_state in (True, False):
+        assert_same_step(*(step(model, ids, mask, use_state=use_state) for model in (blocks, single)))
 
 
 @pytest.mark.parametrize("block", [1, *SIZES, 100])

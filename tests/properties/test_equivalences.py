@@ -21,6 +21,24 @@ import carryforward as cf
 ALL = list(tiny.CONFIGS)
 PER_TOKEN = [(name, None) for name in ALL] + [(name, "token") for name in tiny.ENCODERS]
 EVERY_HEAD = PER_TOKEN + [(name, "none") for name in ALL] + [(name, "sequence") for name in tiny.ENCODERS]
+# Memories with positions of their own, each with a few families and heads.
+AROUND = [
+    *(
+        (*case, tiny.TOKENS)
+        for case in [("gpt2", None), ("gemma3_text", "none"), ("electra", None), ("bert", "sequence")]
+    ),
+    *(
+        (*case, tiny.ASSOCIATIVE)
+        for case in [("llama", None), ("opt", "none"), ("modernbert", None), ("roberta", "token")]
+    ),
+    *((*case, tiny.ASSOCIATIVE_AND_KV) for case in [("gpt2", None), ("bert", None)]),
+]
+
+
+def with_others(cases):
+    """Families and heads with the paper's memory, and a few of them with memory positions."""
+    heads = {head for _, head in cases}
+    return [(*case, {}) for case in cases] + [case for case in AROUND if case[1] in heads]
 
 
 def label(model, ids):
@@ -42,27 +60,31 @@ def run(model, ids, mask=None, labels=None, **arguments) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "dropout"])
-@pytest.mark.parametrize(("name", "head"), EVERY_HEAD)
-def test_recomputed_equals_kept_graph(name, head, training):
+@pytest.mark.parametrize(("name", "head", "fields"), with_others(EVERY_HEAD))
+def test_recomputed_equals_kept_graph(name, head, fields, training):
     ids = tiny.documents(2, 37)
     mask = torch.ones_like(ids)
     mask[0, 20:] = 0
     results = []
     for keep_graph in (False, True):
-        model = tiny.recurrent(name, head, keep_graph=keep_graph).train(training)
+        model = tiny.precise(name, head, keep_graph=keep_graph, **fields).train(training)
         torch.manual_seed(5)
         results.append((*run(model, ids, mask), torch.rand(())))
     (loss, gradients, drawn), (kept_loss, kept_gradients, kept_drawn) = results
     assert_close(loss, kept_loss)
     assert drawn == kept_drawn, "the generator is in the state that a single pass leaves"
     tiny.assert_same_gradients(gradients, kept_gradients)
-    assert gradients["memory.vector.networks.0.0.weight"].abs().max() > 1e-6, "the state has an effect"
+    for weight in ("vector.networks.0.0.weight", "tokens.first", "associative.associations.0.value.weight"):
+        if f"memory.{weight}" in gradients:
+            assert gradients[f"memory.{weight}"].abs().max() > 1e-6, "the state has an effect"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("name", "head"), PER_TOKEN)
-def test_batched_equals_alone(name, head, side):
-    model = tiny.recurrent(name, head).double()  # in float32, sums in another order differ too much on some CPUs
+@pytest.mark.parametrize(("name", "head", "fields"), with_others(PER_TOKEN))
+def test_batched_equals_alone(name, head, fields, side):
+    model = tiny.recurrent(
+        name, head, **fields
+    ).double()  # in float32, sums in another order differ too much on some CPUs
     lengths = [3, 37, 8, 9, 20]
     ids = tiny.documents(len(lengths), max(lengths))
     columns = torch.arange(max(lengths))
@@ -84,7 +106,8 @@ def test_batched_equals_alone(name, head, side):
         assert mine.pending.equal(out.state.pending)
         assert mine.started.equal(out.state.started)
         if out.state.started.item():
-            assert_close(mine.memory["vector"], out.state.memory["vector"], rtol=1e-6, atol=1e-7)
+            for kind, expected in out.state.memory.items():
+                assert_close(mine.memory[kind], expected, rtol=1e-6, atol=1e-7)
         assert mine.tokens[0, : mine.pending].equal(out.state.tokens[0])
         total = total + out.nll_sum
     assert_close(together.nll_sum, total)
@@ -96,9 +119,17 @@ CUTS = [[10, 11, 25], [1, 2, 8, 9], [16]]
 TOKEN_BY_TOKEN = [(name, None, list(range(1, 34))) for name in ("gpt2", "llama", "bert", "modernbert")]
 
 
-@pytest.mark.parametrize(("name", "head", "cuts"), [(*c, cut) for c in PER_TOKEN for cut in CUTS] + TOKEN_BY_TOKEN)
-def test_streamed_equals_whole(name, head, cuts):
-    model = tiny.recurrent(name, head)
+STREAMED = [(name, head, {}, cut) for name, head in PER_TOKEN for cut in CUTS] + [
+    *((name, head, {}, cut) for name, head, cut in TOKEN_BY_TOKEN),
+    *((*case, CUTS[0]) for case in AROUND if case[:2] in PER_TOKEN),
+    ("gpt2", None, tiny.TOKENS, CUTS[1]),
+    ("bert", None, tiny.ASSOCIATIVE, CUTS[1]),
+]
+
+
+@pytest.mark.parametrize(("name", "head", "fields", "cuts"), STREAMED)
+def test_streamed_equals_whole(name, head, fields, cuts):
+    model = tiny.precise(name, head, **fields)
     ids = tiny.documents(2, 34)
     labels = label(model, ids)
     whole = model(ids, labels=labels)
@@ -117,14 +148,18 @@ def test_streamed_equals_whole(name, head, cuts):
     tiny.assert_same_gradients(expected, tiny.gradients(model))
     assert state.read.tolist() == [34, 34]
     if name in tiny.CAUSAL:
-        assert_close(state.memory["vector"], whole.state.memory["vector"], rtol=1e-4, atol=1e-5)
+        for kind, expected in whole.state.memory.items():
+            assert_close(state.memory[kind], expected, rtol=1e-4, atol=1e-5)
         assert state.tokens.equal(whole.state.tokens)
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
-@pytest.mark.parametrize("name", tiny.ENCODERS)
-def test_streamed_encoders_output_every_vector_once(name, overlap):
-    model = tiny.recurrent(name, "none", overlap=overlap)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [(name, {}) for name in tiny.ENCODERS] + [("bert", tiny.TOKENS), ("modernbert", tiny.ASSOCIATIVE)],
+)
+def test_streamed_encoders_output_every_vector_once(name, fields, overlap):
+    model = tiny.recurrent(name, "none", overlap=overlap, **fields)
     ids = tiny.documents(2, 34)
     whole = model(ids).last_hidden_state
     pieces, state, reached = [], None, 0
@@ -149,9 +184,12 @@ def test_a_piece_without_a_complete_window_has_no_logits():
         assert out.n_scored == 0
 
 
-@pytest.mark.parametrize("name", tiny.ENCODERS)
-def test_a_streamed_classification_equals_one_call(name):
-    model = tiny.recurrent(name, "sequence")
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [(name, {}) for name in tiny.ENCODERS] + [("bert", tiny.TOKENS), ("distilbert", tiny.ASSOCIATIVE)],
+)
+def test_a_streamed_classification_equals_one_call(name, fields):
+    model = tiny.recurrent(name, "sequence", **fields)
     ids = tiny.documents(2, 34)
     whole = model(ids, labels=torch.tensor([0, 2]))
     first = model(ids[:, :15], final=False)
@@ -177,6 +215,37 @@ def test_without_a_state_windows_are_those_of_the_base_model(name):
     assert_close(model(short).logits, model.base(short).logits)
 
 
+@pytest.mark.parametrize("fields", [tiny.TOKENS, tiny.ASSOCIATIVE, tiny.ASSOCIATIVE_AND_KV], ids=["t", "a", "a+kv"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "bert", "modernbert"])
+def test_without_a_state_there_are_no_memory_positions(name, fields):
+    """Every window is the base model's. With a state, a document's first window reads memory tokens, but no matrix."""
+    model, ids = tiny.recurrent(name, "none", overlap=0, **fields), tiny.documents(2, 20)
+    prefix, suffix = (
+        torch.tensor(side, dtype=torch.long).expand(2, -1)
+        for side in (model.config.recurrence.prefix, model.config.recurrence.suffix)
+    )
+    without_state, with_state = model(ids, use_state=False).last_hidden_state, model(ids).last_hidden_state
+    for start, end in ((0, 8), (8, 16), (16, 20)):
+        window = model.base(torch.cat([prefix, ids[:, start:end], suffix], dim=1)).last_hidden_state
+        inside = slice(prefix.shape[1], prefix.shape[1] + end - start)
+        assert_close(without_state[:, start:end], window[:, inside], rtol=1e-4, atol=1e-5)
+        difference = (with_state[:, start:end] - without_state[:, start:end]).abs().max()
+        assert difference > 1e-3 if start or "tokens" in model.memory.kinds else difference < 1e-5
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_associative_memory_before_training_is_the_base_model(name):
+    """Its projection to values is zero, and so is what a matrix gives back."""
+    special = {"window": 8} if name in tiny.CAUSAL else {"window": 11, "prefix": (2,), "suffix": (3, 3)}
+    model = cf.add_recurrence(tiny.base(name), overlap=2, **special, **tiny.ASSOCIATIVE)
+    assert model.untrained_memories == ["associative"]
+    ids = tiny.documents(2, 30)
+    assert_close(model(ids).logits, model(ids, use_state=False).logits, rtol=1e-5, atol=1e-6)
+    model(ids, labels=ids).loss.backward()
+    values = [association.value.weight.grad for association in model.memory.associative.associations]
+    assert all(gradient.abs().max() > 0 for gradient in values), "training can begin"
+
+
 @pytest.mark.parametrize(("name", "head"), [(n, h) for n in tiny.ENCODERS for h in (None, "token", "sequence", "none")])
 def test_without_a_state_windows_are_those_of_the_base_encoder(name, head):
     model = tiny.recurrent(name, head, overlap=0)
@@ -200,12 +269,12 @@ def test_without_a_state_windows_are_those_of_the_base_encoder(name, head):
 
 
 @pytest.mark.parametrize("keep_graph", [False, True], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("name", ALL)
-def test_gradient_checkpointing_changes_nothing(name, keep_graph):
+@pytest.mark.parametrize(("name", "head", "fields"), with_others([(name, None) for name in ALL]))
+def test_gradient_checkpointing_changes_nothing(name, head, fields, keep_graph):
     ids = tiny.documents(2, 30)
     results = []
     for checkpointing in (False, True):
-        model = tiny.recurrent(name, keep_graph=keep_graph).train()
+        model = tiny.precise(name, head, keep_graph=keep_graph, **fields).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
             assert model.is_gradient_checkpointing
@@ -215,9 +284,9 @@ def test_gradient_checkpointing_changes_nothing(name, keep_graph):
     tiny.assert_same_gradients(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize(("name", "head"), EVERY_HEAD)
-def test_a_saved_and_loaded_model_is_unchanged(name, head, tmp_path):
-    model = tiny.recurrent(name, head, slots=2, insert_at=(1, 3))
+@pytest.mark.parametrize(("name", "head", "fields"), with_others(EVERY_HEAD))
+def test_a_saved_and_loaded_model_is_unchanged(name, head, fields, tmp_path):
+    model = tiny.precise(name, head, **(fields or {"slots": 2, "insert_at": (1, 3)}))
     model.save_pretrained(tmp_path / "model")
     auto = getattr(transformers, type(model).auto_class)
     loaded = auto.from_pretrained(tmp_path / "model").eval()
@@ -225,15 +294,18 @@ def test_a_saved_and_loaded_model_is_unchanged(name, head, tmp_path):
     assert loaded.config.recurrence == model.config.recurrence
     ids = tiny.documents(2, 30)
     before, after = run(model, ids), run(loaded, ids)
-    assert before[0].equal(after[0])
-    tiny.assert_same_gradients(before[1], after[1], tolerance=0)
+    rounding = 1e-9 if fields else 0  # loaded weights lie elsewhere in memory, where products may be summed otherwise
+    assert_close(before[0], after[0], rtol=rounding, atol=0)
+    tiny.assert_same_gradients(before[1], after[1], rounding)
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("name", ALL)
-def test_copies_are_independent(name, make):
+@pytest.mark.parametrize(
+    ("name", "fields"), [(name, {}) for name in ALL] + [("gpt2", tiny.TOKENS), ("bert", tiny.ASSOCIATIVE)]
+)
+def test_copies_are_independent(name, fields, make):
     """A copy computes the same with its own weights: its hooks must not refer to the original."""
-    model = tiny.recurrent(name)
+    model = tiny.recurrent(name, **fields)
     ids = tiny.documents(2, 30)
     before = run(model, ids)
     duplicate = make(model)

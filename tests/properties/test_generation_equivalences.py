@@ -22,13 +22,21 @@ VARIANTS = [
     {"slots": 2, "insert_at": (1, 3), "recent": 6},
     {"overlap": 0, "recent": 3, "sinks": 1},
 ]
+CASES = [(name, fields) for name in tiny.CAUSAL for fields in VARIANTS] + [
+    ("gpt2", {"overlap": 0, **tiny.TOKENS}),
+    ("gemma3_text", tiny.TOKENS),
+    ("opt", {"overlap": WINDOW - 1, **tiny.TOKENS}),
+    ("llama", tiny.ASSOCIATIVE),
+    ("mistral", {"overlap": 0, **tiny.ASSOCIATIVE}),
+    ("gpt2", tiny.ASSOCIATIVE_AND_KV),
+]
+KINDS = [{}, tiny.TOKENS, tiny.ASSOCIATIVE]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("fields", VARIANTS, ids=str)
-@pytest.mark.parametrize("name", tiny.CAUSAL)
+@pytest.mark.parametrize(("name", "fields"), CASES, ids=str)
 def test_token_by_token_equals_one_call(name, fields, attention):
-    model = tiny.recurrent(name, **fields)
+    model = tiny.precise(name, **fields)
     model.base.set_attn_implementation(attention)
     ids, lengths = tiny.documents(3, 45), [1, 9, 20]
     logits, _ = decode(model, ids, lengths)
@@ -36,18 +44,24 @@ def test_token_by_token_equals_one_call(name, fields, attention):
 
 
 @pytest.mark.parametrize("overlap", [0, 3, WINDOW - 1])
-@pytest.mark.parametrize("name", tiny.CAUSAL)
-def test_generation_at_another_overlap_equals_one_call(name, overlap):
-    model = tiny.recurrent(name, overlap=2)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [(name, {}) for name in tiny.CAUSAL] + [("llama", tiny.TOKENS), ("gpt2", tiny.ASSOCIATIVE)],
+)
+def test_generation_at_another_overlap_equals_one_call(name, fields, overlap):
+    model = tiny.precise(name, overlap=2, **fields)
     ids, lengths = tiny.documents(2, 40), [5, 17]
     logits, cache = decode(model, ids, lengths, overlap)
     assert_close(logits, logits_of_one_call(model, ids, lengths, overlap=overlap), rtol=1e-4, atol=1e-4)
     assert f"overlap {overlap}" in cache.state.signature
 
 
-@pytest.mark.parametrize("name", tiny.CAUSAL)
-def test_without_a_state_windows_are_those_of_the_base_model(name):
-    model = tiny.recurrent(name, overlap=2)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [(name, {}) for name in tiny.CAUSAL] + [("gemma3_text", tiny.TOKENS), ("gpt2", tiny.ASSOCIATIVE)],
+)
+def test_without_a_state_windows_are_those_of_the_base_model(name, fields):
+    model = tiny.precise(name, overlap=2, **fields)
     ids = tiny.documents(2, 30)
     logits, _ = decode(model, ids, [1, 1], use_state=False)
     for start, end, fresh in ((0, 8, 0), (6, 14, 8), (24, 30, 26)):
@@ -57,9 +71,9 @@ def test_without_a_state_windows_are_those_of_the_base_model(name):
 
 
 @pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1, 6 * WINDOW + 3])
-@pytest.mark.parametrize("overlap", [0, 2])
-def test_prompts_may_end_anywhere_in_a_window(length, overlap):
-    model = tiny.recurrent("gpt2", overlap=overlap)
+@pytest.mark.parametrize(("overlap", "fields"), [(0, {}), (2, {}), (2, tiny.TOKENS), (0, tiny.ASSOCIATIVE)], ids=str)
+def test_prompts_may_end_anywhere_in_a_window(length, overlap, fields):
+    model = tiny.recurrent("gpt2", overlap=overlap, **fields)
     ids = tiny.documents(2, length)
     assert model.generate(ids, max_new_tokens=20, **GREEDY).equal(greedy_continuation(model, ids, 20))
 
@@ -79,9 +93,10 @@ def test_generation_in_bfloat16_is_close_to_one_call(name, how):
             assert_close(logits, whole.float(), rtol=0, atol=0.03 * whole.abs().max().item())
 
 
-def test_beam_sampling_equals_whole_calls():
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+def test_beam_sampling_equals_whole_calls(fields):
     """Beams and scores are those of a model that reads the whole text again for every token."""
-    model = tiny.recurrent("gpt2", overlap=0)
+    model = tiny.recurrent("gpt2", overlap=0, **fields)
     base = tiny.base("gpt2")
     ids = tiny.documents(2, 9)
     settings = {"num_beams": 3, "do_sample": True, "max_new_tokens": 15, "return_dict_in_generate": True,
@@ -106,10 +121,13 @@ def test_learned_positions_do_not_limit_the_length():
     assert_close(torch.stack(out.logits, dim=1), whole[:, 6:-1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("steps", [1, 6, 7, 8, 30])
-@pytest.mark.parametrize("overlap", [0, 2, WINDOW - 1])
-def test_a_continued_generation_equals_an_uninterrupted_one(overlap, steps, tmp_path):
-    model = tiny.recurrent("gpt2", overlap=overlap)
+@pytest.mark.parametrize(
+    ("overlap", "steps", "fields"),
+    [(overlap, steps, {}) for overlap in (0, 2, WINDOW - 1) for steps in (1, 6, 7, 8, 30)]
+    + [(2, 7, tiny.TOKENS), (2, 8, tiny.ASSOCIATIVE), (0, 30, tiny.TOKENS)],
+)
+def test_a_continued_generation_equals_an_uninterrupted_one(overlap, steps, fields, tmp_path):
+    model = tiny.recurrent("gpt2", overlap=overlap, **fields)
     prompts, mask = pad_left(tiny.documents(2, 12), [5, 12])
     whole = model.generate(prompts, attention_mask=mask, max_new_tokens=steps + 20, **GREEDY)
     settings = {"max_new_tokens": steps, "return_dict_in_generate": True}

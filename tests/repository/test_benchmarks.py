@@ -16,6 +16,7 @@ HERE = {
 }  # fmt: skip
 SHAPES = {"tiny": {"window": 64}}
 EARLIER = '{"cases": ["earlier"]}'
+CPU = {"quota_cores": 2.0, "throttled_seconds": 1}  # each reading of the counters gives one second more
 
 
 @pytest.fixture
@@ -27,8 +28,11 @@ def script(monkeypatch):
 
 @pytest.fixture
 def measurements(script, monkeypatch):
-    module = script("measurements")
+    module, counters = script("measurements"), iter(range(100))
     monkeypatch.setattr(module, "provenance", lambda device: dict(HERE))
+    monkeypatch.setattr(module, "limits", lambda: {"quota_cores": 2.0})
+    monkeypatch.setattr("cpu_limits.throttling", lambda: {"throttled_seconds": next(counters)})
+    monkeypatch.setattr(module, "throttling", lambda: {"throttled_seconds": next(counters)})
     return module
 
 
@@ -55,7 +59,7 @@ def test_a_run_that_ends_early_leaves_the_results_and_an_unfinished_file(measure
     error = end_early(measurements.collect_cases(out, {"seed": 0}), lambda add: add({"windows": 4}), ended)
     unfinished = out.with_name("memory-cpu.json.unfinished")
     assert out.read_text() == EARLIER
-    assert json.loads(unfinished.read_text()) == {"seed": 0, "cases": [{"windows": 4}]}
+    assert json.loads(unfinished.read_text()) == {"seed": 0, "cases": [{"windows": 4, "cpu": CPU}]}
     assert names(out) == [out.name, unfinished.name]
     assert list(out.parent.glob("*.json")) == [out]
     assert str(unfinished) in error.__notes__[0]
@@ -67,7 +71,9 @@ def test_a_complete_run_replaces_the_results(measurements, out):
         add({"windows": 4})
         add({"windows": 16})
         assert out.read_text() == EARLIER
-    assert json.loads(out.read_text()) == {"seed": 0, "cases": [{"windows": 4}, {"windows": 16}]}
+    assert json.loads(out.read_text()) == {
+        "seed": 0, "cases": [{"windows": 4, "cpu": CPU}, {"windows": 16, "cpu": CPU}],
+    }  # fmt: skip
     assert names(out) == [out.name]
 
 
@@ -122,6 +128,7 @@ def test_a_run_of_some_parts_keeps_the_other_rows(measurements, measured, monkey
     with measurements.Report(measured, "cpu", more, whole=False) as report:
         report.add(row("training"))
     assert rows(measured) == [("data", "c"), ("training", "d")]
+    assert all(row["cpu"] == CPU for row in json.loads(measured.read_text())["rows"])
     assert json.loads(measured.read_text())["shapes"] == more
 
 

@@ -3,6 +3,9 @@
 
 import json
 import math
+import os
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +18,7 @@ import yaml
 from helpers import prose
 from typer.testing import CliRunner
 
+import carryforward as cf
 from carryforward.cli.main import app
 from carryforward.reproduction import claims, figures, pages, recipes, run, tables
 from carryforward.reproduction.tables import Row
@@ -43,12 +47,21 @@ CONTENT = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An experiment with a tiny model, ready to run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CARRYFORWARD_CACHE", str(tmp_path / "cache"))
-    prose.save_model(tmp_path / "model")
-    prose.save_topics(tmp_path / "text")
+    return prepare(tmp_path, monkeypatch)
+
+
+def prepare(folder, monkeypatch):
+    """Make a folder with a recipe, a model and texts, and work there."""
+    work_in(folder, monkeypatch)
+    prose.save_model(folder / "model")
+    prose.save_topics(folder / "text")
     write(CONTENT)
-    return tmp_path / "experiments/paper"
+    return folder / "experiments/paper"
+
+
+def work_in(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CARRYFORWARD_CACHE", str(folder / "cache"))
 
 
 def write(content, setting="tiny"):
@@ -164,10 +177,22 @@ def test_a_recipe_from_beginning_to_end(folder, monkeypatch):
     assert Path("runs/table2/tiny/recurrent-4-seed0/model.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory):
+    """A folder in which the experiment is finished."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        prepare(folder, monkeypatch)
+        assert reproduce().exit_code == 0
+    return folder
+
+
 @pytest.fixture
-def finished(folder):
-    assert reproduce().exit_code == 0
-    return folder / "table2/results/tiny"
+def finished(finished_once, tmp_path, monkeypatch):
+    """The results of a finished experiment, in a copy of its folder."""
+    shutil.copytree(finished_once, tmp_path, dirs_exist_ok=True)
+    work_in(tmp_path, monkeypatch)
+    return tmp_path / "experiments/paper/table2/results/tiny"
 
 
 def test_a_deleted_model_is_not_silently_retrained(finished):
@@ -243,6 +268,31 @@ def test_cells_in_parallel(folder):
     assert (folder / "table2" / "README.md").exists()
 
 
+def test_recipes_run_without_the_command_line(folder, tmp_path):
+    """On a machine without typer: the script, and the process that it starts."""
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked/sitecustomize.py").write_text(
+        "import sys\nfor name in ('typer', 'click', 'pydantic'):\n    sys.modules[name] = None\n"
+    )
+    paths = [str(tmp_path / "blocked"), str(Path(cf.__file__).parents[1])]
+    options = ["table2", "--setting", "tiny", "--device", "cpu", "--jobs", "2", "--cell", "plain"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "experiments/paper/run.py"), *options], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    command = json.loads((folder / "table2/results/tiny/plain-seed0/validation.json").read_text())["command"]
+    assert command.startswith("run.py table2 --setting=tiny")
+    assert command.endswith("--cell plain-seed0")
+    assert "1 of 1 cells are finished" in reproduce("--cell", "plain").stderr, "the command line finds the results"
+
+
+def test_an_unreadable_recipe_ends_the_script_with_a_message(folder, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["run.py", "table3"])
+    with pytest.raises(SystemExit, match=r"error: experiments/paper/table3/recipes/bundled.yaml: no such recipe"):
+        runpy.run_path(str(ROOT / "experiments/paper/run.py"), run_name="__main__")
+
+
 def test_parallel_cells_stop_gracefully(folder):
     write(changed(train={**CONTENT["train"], "train_tokens": 10**8, "eval_tokens": 10**8}, seeds=[0, 1]))
     command = [sys.executable, "-m", "carryforward", "reproduce", "table2", "--setting", "tiny", "--device", "cpu",
@@ -259,6 +309,13 @@ def test_parallel_cells_stop_gracefully(folder):
     assert "To resume, run the same command again" in process.stderr.read()
     for log in logs:
         assert "stopped at step" in (text := log.read_text()) or "interrupted" in text  # before the first step
+
+
+def test_cells_stop_after_a_given_time(folder):
+    result = reproduce("--cell", "plain", "--seconds", "0")
+    assert result.exit_code == 130
+    assert "To resume, run the same command again" in result.stderr
+    assert not [*folder.glob("table2/results/tiny/*/*.json")]
 
 
 def test_a_stopped_run_resumes(folder, monkeypatch):
@@ -333,6 +390,31 @@ def test_claims_that_do_not_hold():
     assert [judged(judge, overlaps=rows).holds for judge in TABLE2] == [False] * 4
     dear = [replace(r, flops=4e8) if r.recurrent else r for r in paper_rows()]
     assert judged(claims.c4, overlaps=dear).holds is False, "not for under half the FLOPs"
+
+
+def test_training_on_all_books_decides_the_claims_of_table_2():
+    """Its recipe scores all that these claims compare, so that each is decided if differences are clear."""
+    recipe = recipes.read(recipes.path_of(ROOT / "experiments/paper", "table2", "bundled-all-of-train"))
+    rows = [row for cell in recipe.cells for row in clear_rows(cell)]
+    assert {row.seed for row in rows} == {0, 1}
+    books, wikitext = ([r for r in rows if r.text == text] for text in ("test", "wikitext-test"))
+    for judge in (*TABLE2, claims.c8, claims.c9):
+        verdict = judged(judge, overlaps=books, wikitext=wikitext)
+        assert verdict.holds is not None, (judge.__name__, verdict.reason)
+
+
+def clear_rows(cell):
+    """What a cell is scored on, with perplexities that a state lowers by a tenth on books and by half of that on
+    WikiText."""
+    trained = cell.settings.overlap if cell.settings.recurrence else None
+    for text in cell.texts:
+        for overlap in cell.overlaps:
+            plain = 300 - overlap / 10 + cell.settings.seed
+            gain = (0.05 if text.startswith("wikitext") else 0.1) * (trained is not None)
+            yield row(cell.label, overlap, plain * (1 - gain), trained=trained, seed=cell.settings.seed, text=text)
+            if trained is not None:
+                yield row(cell.label, overlap, plain, trained=trained, use_state=False, seed=cell.settings.seed,
+                          text=text)  # fmt: skip
 
 
 def test_differences_within_noise_are_undecided():

@@ -30,6 +30,8 @@ CASES = {
     "continued": ("llama", {**KV, "block_windows": 2}, [(40, 30), (20, 9)], {"read": 20}),
     "scaled": ("llama", {**KV, "block_windows": 2}, [(40, 30), (20, 9)], {"call": {"num_items_in_batch": 17}}),
     "frozen base": ("gpt2", {**KV, "block_windows": 2}, [(61, 37), (7, 6)], {"freeze": True}),
+    "memory tokens": ("gpt2", tiny.TOKENS, [(61, 37), (20, 9)], {}),
+    "associative": ("llama", tiny.ASSOCIATIVE, [(30, 5), (20, 12)], {"read": 20}),
     "version 1": ("gpt2", {**KV, "block_windows": 2}, [(61, 37), (20, 9)], {"version": 1}),
 }
 

@@ -85,8 +85,9 @@ def test_two_processes_equal_one(trained, tmp_path):
     one = trainer(tmp_path / "one", **{**RUN, **SGD, "per_device_train_batch_size": 2})
     one.train()
     log = one.state.log_history
-    torch.testing.assert_close(losses, [entry["loss"] for entry in log if "loss" in entry], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(perplexities, [entry["eval_loss"] for entry in log if "eval_loss" in entry])
+    close = {"rtol": 1e-4, "atol": 1e-4}  # as the weights: two processes add up gradients in another order
+    torch.testing.assert_close(losses, [entry["loss"] for entry in log if "loss" in entry], **close)
+    torch.testing.assert_close(perplexities, [entry["eval_loss"] for entry in log if "eval_loss" in entry], **close)
     expected = {name: x for name, x in weights(one.model).items() if name in final}
     tiny.assert_same_gradients(final, expected, tolerance=1e-4)
 

@@ -10,6 +10,8 @@ import pytest
 from carryforward.utils import files
 from carryforward.utils.locks import LOCK
 
+pytestmark = pytest.mark.usefixtures("fsync")
+
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())

@@ -36,8 +36,11 @@ def with_lora(name="llama", task=None, saved=("memory",), fields=None, **setting
     return peft.get_peft_model(tiny.recurrent(name, **(fields or {})), config)
 
 
-@pytest.mark.parametrize("fields", [{}, {"slots": 0, "recent": 3, "sinks": 1}], ids=["vector", "kv"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [*((name, fields) for name in ("gpt2", "llama") for fields in ({}, {"slots": 0, "recent": 3, "sinks": 1})),
+     ("gpt2", tiny.TOKENS), ("llama", tiny.ASSOCIATIVE)],
+)  # fmt: skip
 def test_gradients_of_recomputed_windows_equal_those_of_a_kept_graph(name, fields):
     model = with_lora(name, "CAUSAL_LM", fields=fields, lora_dropout=0.1).train()
     inner, gradients = model.get_base_model(), []

@@ -21,11 +21,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..backbones.architectures import positions_of
+from ..backbones.modes import eval_mode
 from ..data.documents import load_documents
-from ..models.base import eval_mode
 from ..models.causal_lm import RecurrentForCausalLM
-from ..models.loading import Loaded, load_causal, need_state, usable_device, version_of
-from ..settings import ContinuationSettings
+from ..models.loading import Loaded, load_causal, need_state, usable_device
+from ..models.model_files import version_of
+from ..settings.commands import ContinuationSettings
 from ..utils.arrays import read_arrays
 from ..utils.files import atomic_write
 from ..utils.parsing import parse_json

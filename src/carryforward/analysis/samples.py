@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..models.loading import usable_device
-from ..settings import ContinuationSettings
+from ..settings.commands import ContinuationSettings
 from ..utils.files import write_json, write_text
 from ..utils.markdown import markdown_table
 from .continuations import Continuations

@@ -252,8 +252,9 @@ def by_token(tokens: TokenGains, classes: WordClasses) -> list[Row]:
 
 
 def draw(tokens: TokenGains) -> Any:
-    """Draw a matplotlib figure: gain by position, gain by window, and attention to the state."""
-    figure, (position_axes, window_axes, attention_axes) = new_figure(3)
+    """Draw a matplotlib figure: gain by position, gain by window, and attention to the state, if any is paid to it."""
+    attended = not np.isnan(tokens.attention).all()
+    figure, (position_axes, window_axes, *attention_axes) = new_figure(2 + attended)
     positions, numbers = by_position(tokens), by_window(tokens)
     position_axes.plot(
         [row["from"] for row in positions], [row["gain"] for row in positions], color=COLOURS[0], marker="o"
@@ -262,14 +263,19 @@ def draw(tokens: TokenGains) -> Any:
     for axes, quantity in ((position_axes, "position in the window"), (window_axes, "window number")):
         style_axes(axes, f"Gain by {quantity}", quantity, "gain in nats per token")
         axes.axhline(0, color="#454545", linewidth=0.8)
-    style_axes(attention_axes, "Attention to the state", "head", "layer")
-    layers, heads = tokens.attention.shape
-    edges = (0.5, heads + 0.5, layers + 0.5, 0.5)
-    image = attention_axes.imshow(tokens.attention, cmap="Blues", aspect="auto", vmin=0, extent=edges)
-    figure.colorbar(image, ax=attention_axes)
-    attention_axes.locator_params(integer=True)
-    attention_axes.grid(False)
+    for axes in attention_axes:
+        _draw_attention(axes, tokens.attention)
     return figure
+
+
+def _draw_attention(axes: Any, attention: np.ndarray) -> None:
+    style_axes(axes, "Attention to the state", "head", "layer")
+    layers, heads = attention.shape
+    edges = (0.5, heads + 0.5, layers + 0.5, 0.5)
+    image = axes.imshow(attention, cmap="Blues", aspect="auto", vmin=0, extent=edges)
+    axes.figure.colorbar(image, ax=axes)
+    axes.locator_params(integer=True)
+    axes.grid(False)
 
 
 def _means(tokens: TokenGains, groups: np.ndarray, describe: Callable[[int], Row]) -> list[Row]:

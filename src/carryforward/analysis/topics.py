@@ -26,7 +26,7 @@ import numpy as np
 from ..data.corpora import open_corpus
 from ..data.texts import Corpus
 from ..models.loading import need_state, usable_device
-from ..settings import ContinuationSettings
+from ..settings.commands import ContinuationSettings
 from ..utils.files import write_json
 from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.plotting import COLOURS, new_figure, save_figure, style_axes

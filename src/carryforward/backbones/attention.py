@@ -4,7 +4,7 @@
 Every attention module of transformers looks up its attention function by the name in its config and calls it with
 queries, keys, values and all keyword arguments it received. The usual functions are registered here under a second
 name, wrapped: the wrapper prepends the keys and values that are carried from earlier windows. (In generation they are
-part of the cache instead: `models.window_cache.WindowCache.update`.)
+part of the cache instead: `models.generation.cache_rows.CacheRows.update`.)
 """
 
 import contextlib
@@ -18,12 +18,15 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .kv_layout import KVLayout
+from .memory_positions import MemoryPositions
 from .split_windows import split_windows
 
 KV = tuple[Tensor, Tensor]  # keys and values, each [B, heads, n, d]
-# From a layer's keys and values of all windows of a block: those of the first ones, which see no past; those of the
-# others; and what these see of their past, None if there are no others.
-KVLink = Callable[[Tensor, Tensor], tuple[KV, KV, KV | None]]
+# From a layer's queries, keys and values of all windows of a block, and what scores are multiplied by (None: the usual
+# number): the keys and values of the first windows, which see no past; those of the others; and what these see of their
+# past, None if there are no others.
+KVLink = Callable[[Tensor, Tensor, Tensor, float | None], tuple[KV, KV, KV | None]]
 
 
 class AttentionContext:
@@ -31,11 +34,14 @@ class AttentionContext:
 
     Attributes:
         past_kv: keys and values of earlier windows, visible to every query.
+        past_visible: for each window that has a past, which of its positions are visible, [b, S]; None: all.
         link: in a block, finds in the windows' own keys and values what each window sees of its past.
         num_first: in a block, the first so many windows see no past.
         num_slots: how many of the input's first positions are inserted vectors, not tokens of the window.
+        positions: memory positions in front of the window's and behind them, if there are any.
         record_kv: whether to record the window's keys and values.
         record_attention: whether to record the attention that queries pay to the carried state.
+        layout: how the layer's keys and values stand in a state; None: as they are.
         window_kv: output: the window's keys and values.
         attention_to_state: output: attention weights on everything carried, summed, [B, heads, T].
     """
@@ -48,13 +54,19 @@ class AttentionContext:
         record_attention: bool = False,
         link: KVLink | None = None,
         num_first: int = 0,
+        past_visible: Tensor | None = None,
+        positions: MemoryPositions | None = None,
+        layout: KVLayout | None = None,
     ):
         self.past_kv = past_kv
+        self.positions = positions
+        self.past_visible = past_visible
         self.link = link
         self.num_first = num_first
         self.num_slots = num_slots
         self.record_kv = record_kv
         self.record_attention = record_attention
+        self.layout = layout
         self.window_kv: KV | None = None
         self.attention_to_state: Tensor | None = None
 
@@ -90,14 +102,22 @@ def unwrapped_name(implementation: str) -> str:
     return implementation.removeprefix(_PREFIX)
 
 
-def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    return _attend(sdpa_attention_forward, module, query, key, value, mask, **kwargs)
+def _sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Any:
+    return _attend(sdpa_attention_forward, module, query, key, value, attention_mask, **kwargs)
 
 
-def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+def _eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Any:
+    return _attend(eager_attention_of(module), module, query, key, value, attention_mask, **kwargs)
+
+
+def eager_attention_of(module: nn.Module) -> Callable[..., Any]:
+    """The eager attention function of the file in which an attention module is defined."""
     model_files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
-    attend = next(file.eager_attention_forward for file in model_files if hasattr(file, "eager_attention_forward"))
-    return _attend(attend, module, query, key, value, mask, **kwargs)
+    return next(file.eager_attention_forward for file in model_files if hasattr(file, "eager_attention_forward"))
 
 
 def _attend(
@@ -114,36 +134,78 @@ def _attend(
     context = attention_context
     if context is None:
         return attend(module, query, key, value, mask, **kwargs)
+    layout, query_heads = context.layout, query.shape[1]
+    if layout is not None:
+        if kwargs.get("scaling") is None:
+            kwargs["scaling"] = query.shape[-1] ** -0.5
+        query, key, value = layout.keys(query), layout.keys(key), layout.values(value)
     if context.record_kv:
         context.window_kv = key[:, :, context.num_slots :], value[:, :, context.num_slots :]
+    causal = getattr(module, "is_causal", True)
+    if context.positions is not None and mask is not None:
+        mask = context.positions.open_mask(mask.expand(-1, -1, query.shape[2], -1), causal)  # one row may serve all
     parts, attention = [], []
-    for rows, queries, kv, past_kv in _groups(context, query, key, value):
+    for rows, queries, kv, past_kv in _groups(context, query, key, value, kwargs.get("scaling")):
         part_mask = mask if mask is None or len(mask) == 1 else mask[rows]
-        part = _attend_past(attend, module, queries, *kv, part_mask, past_kv, **kwargs)
+        part = _attend_unseen(context, attend, module, queries, *kv, part_mask, past_kv, **kwargs)
         parts.append(part)
         if context.record_attention:
-            carried = context.num_slots + (0 if past_kv is None else past_kv[0].shape[2])  # come first
-            attention.append(part[1][:, :, context.num_slots :, :carried].float().sum(dim=-1))
+            num_past = 0 if past_kv is None else past_kv[0].shape[2]
+            attention.append(_attention_to_state(context, part[1], num_past, causal))
     if attention:
         context.attention_to_state = torch.cat(attention)
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([output for output, *_ in parts]), None
+    output, *rest = parts[0] if len(parts) == 1 else (torch.cat([output for output, *_ in parts]), None)
+    return output if layout is None else layout.layer_output(output, query_heads), *rest
 
 
 def _groups(
-    context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
+    context: AttentionContext, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Iterator[tuple[slice, Tensor, KV, KV | None]]:
     """Windows that attend to as many positions: which they are, their queries, keys and values, and their past's."""
     if context.link is None:
         yield slice(None), query, (key, value), context.past_kv
         return
     first_queries, other_queries, _ = split_windows(query, context.num_first)
-    first, others, past_kv = context.link(key, value)
+    first, others, past_kv = context.link(query, key, value, scaling)
     if context.num_first:
         yield slice(context.num_first), first_queries, first, None
     if past_kv is not None:
         yield slice(context.num_first, None), other_queries, others, past_kv
+
+
+def _attend_unseen(
+    context: AttentionContext,
+    attend: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    past_kv: KV | None,
+    **kwargs: Any,
+) -> Any:
+    """Attention in which an encoder's last memory positions see all others, and are not seen from them."""
+    unseen = 0 if context.positions is None or getattr(module, "is_causal", True) else context.positions.unseen
+    visible = context.past_visible
+    if not unseen:
+        return _attend_past(attend, module, query, key, value, mask, past_kv, visible, **kwargs)
+    stop = query.shape[2] - unseen
+    seen_mask, unseen_mask = (None, None) if mask is None else (mask[..., :stop, :stop], mask[..., stop:, :])
+    seen_kv = key[:, :, :stop], value[:, :, :stop]
+    seen = _attend_past(attend, module, query[:, :, :stop], *seen_kv, seen_mask, past_kv, visible, **kwargs)
+    others = _attend_past(attend, module, query[:, :, stop:], key, value, unseen_mask, past_kv, visible, **kwargs)
+    return torch.cat([seen[0], others[0]], dim=1), seen[1]
+
+
+def _attention_to_state(context: AttentionContext, weights: Tensor, num_past: int, causal: bool) -> Tensor:
+    """The attention that the window's tokens pay to all that is carried, [B, heads, T], from attention weights: carried
+    keys come first, then inserted vectors and memory positions, then the window; an encoder reads some behind it, too.
+    """
+    before, after, unseen = context.positions or (0, 0, 0)
+    first, behind = context.num_slots + before, after if causal else after - unseen
+    weights = weights[:, :, first : weights.shape[2] - behind].float()
+    to_state = weights[..., : num_past + first].sum(dim=-1)
+    return to_state if causal or not behind else to_state + weights[..., -behind:].sum(dim=-1)
 
 
 def _attend_past(
@@ -154,23 +216,41 @@ def _attend_past(
     value: Tensor,
     mask: Tensor | None,
     past_kv: KV | None,
+    visible: Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """Attention with `past_kv` in front, visible to every query."""
+    """Attention with `past_kv` in front, visible to every query, or as far as `visible` says."""
     if past_kv is None:
         return attend(module, query, key, value, mask, **kwargs)
-    count = past_kv[0].shape[2]
+    count, causal = past_kv[0].shape[2], getattr(module, "is_causal", True)
     key, value = (torch.cat([past.to(new), new], dim=2) for past, new in zip(past_kv, (key, value), strict=True))
+    if mask is None and (visible is not None or (causal and count > query.shape[2])):
+        mask = _window_mask(query, causal)  # with many past keys, dummy queries (below) cost more than a mask
     if mask is not None:
-        mask = pad(mask, (count, 0), value=True if mask.dtype == torch.bool else 0.0)
+        mask = _mask_past(mask, count, visible)
+    if mask is not None or not causal:
         return attend(module, query, key, value, mask, **kwargs)
-    if not getattr(module, "is_causal", True):
-        return attend(module, query, key, value, None, **kwargs)
     # A causal kernel without a mask aligns the first query with the first key: prepend as many dummy queries as there
     # are past keys, and drop their outputs.
     query = pad(query, (0, 0, count, 0))
     output, *rest = attend(module, query, key, value, None, **kwargs)
     return output[:, count:], *rest
+
+
+def _window_mask(query: Tensor, causal: bool) -> Tensor:
+    """What the queries of a window see of it, [1, 1, T, T], where transformers has made no mask."""
+    visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
+    return (visible.tril() if causal else visible)[None, None]
+
+
+def _mask_past(mask: Tensor, count: int, visible: Tensor | None) -> Tensor:
+    """A mask [1 or b, 1, T, T] with columns in front for so many positions of the past; `visible` ones are, [b, S]."""
+    if visible is None:
+        return pad(mask, (count, 0), value=True if mask.dtype == torch.bool else 0.0)
+    past = visible.to(mask.device)[:, None, None].expand(-1, 1, mask.shape[2], -1)
+    if mask.dtype != torch.bool:
+        past = torch.zeros_like(past, dtype=mask.dtype).masked_fill(~past, torch.finfo(mask.dtype).min)
+    return torch.cat([past, mask.expand(len(visible), -1, -1, -1)], dim=-1)
 
 
 _PREFIX = "carryforward_"

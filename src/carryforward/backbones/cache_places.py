@@ -85,5 +85,9 @@ class CachePlaces:
         kv = kv[:, :, :, 0 if self.sees_state else state_columns : state_columns + self.keys]
         return kv if len(self.positions) == len(kv) else kv[self._rows_of(kv)]
 
+    def of_rows_in(self, values: Tensor) -> Tensor:
+        """What the tokens' rows have in values [B, ...]."""
+        return values[self._rows_of(values)]
+
     def _rows_of(self, buffer: Tensor) -> slice | Tensor:
         return self.rows if isinstance(self.rows, slice) else self.rows[:, 0].to(buffer.device)

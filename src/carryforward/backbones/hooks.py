@@ -7,6 +7,7 @@ second hook drops its position from the output. The module's own projections mak
 query is discarded. A slot costs the attention's projections, and no feed-forward network.
 
 Carried keys and values enter inside the attention function (`attention`), where those of the window are recorded.
+Embeddings enter in front of and behind the window's (`memory_positions`). A function of a layer's input can replace it.
 
 What belongs to one call travels with the call, as the keyword argument `hook_context`, which transformers hands down to
 every layer. Under gradient checkpointing a layer runs again during the backward pass and must see its own window's
@@ -14,7 +15,8 @@ state. The hooks hold no reference to a model, so copies and pickles of a model 
 """
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,8 +26,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import masking_utils
 
+from . import memory_positions
 from .architectures import Architecture
 from .attention import KV, AttentionContext, KVLink
+from .kv_layout import KVLayout
+from .memory_positions import MemoryPositions
+
+_LEFT = "_arguments_of_recurrence"  # where they wait for an attention module
 
 
 class HookContext:
@@ -36,12 +43,19 @@ class HookContext:
     Attributes:
         slots: vectors to insert, by layer (counted from 1), each [B, S, k].
         past_kv: keys and values of earlier windows, by layer.
+        past_visible: which of their positions each window that has a past sees, [b, S]; None: all.
         links: for a block of windows, by layer: what connects them; see `attention.KVLink`.
         num_first: in a block, the first so many windows receive nothing.
+        before, after: memory positions in front of and behind the window's tokens, each [B, m, e].
+        num_unseen: the last so many of those behind are not seen from other positions; the others carry the state.
+        layer_inputs: by layer, a function that its input [B, n, k] passes through first.
         record_kv: whether to record the window's keys and values.
         record_attention: whether to record attention to the state (inside `attention.recording_attention`).
+        kv_layouts: how the keys and values of each layer stand in a state; empty: as they are.
         attention_masks: in generation, each layer's attention mask over the cache; see `Architecture.cache_masks`.
         layer_outputs: output: each layer's output, [B, T, k].
+        layer_after: output: the same for the memory positions behind the window, [B, m, k].
+        last_after: output: the base model's last hidden states there, after its final norm.
         window_kv: output: each layer's keys and values.
         attention_to_state: output: by layer that receives a state, the attention paid to it, [B, heads, T].
     """
@@ -49,14 +63,28 @@ class HookContext:
     def __init__(self) -> None:
         self.slots: dict[int, Tensor] = {}
         self.past_kv: dict[int, KV] = {}
+        self.past_visible: Tensor | None = None
         self.links: dict[int, KVLink] = {}
         self.num_first = 0
+        self.before: Tensor | None = None
+        self.after: Tensor | None = None
+        self.num_unseen = 0
+        self.layer_inputs: dict[int, Callable[[Tensor], Tensor]] = {}
         self.record_kv = False
         self.record_attention = False
+        self.kv_layouts: Sequence[KVLayout] = ()
         self.attention_masks: list[Tensor | None] = []
         self.layer_outputs: dict[int, Tensor] | None = {}
+        self.layer_after: dict[int, Tensor] = {}
+        self.last_after: Tensor | None = None
         self.window_kv: dict[int, KV] = {}
         self.attention_to_state: dict[int, Tensor] = {}
+
+    @property
+    def memory_positions(self) -> MemoryPositions | None:
+        """How many memory positions there are; None for none."""
+        before, after = (0 if part is None else part.shape[1] for part in (self.before, self.after))
+        return MemoryPositions(before, after, self.num_unseen) if before + after else None
 
     def add_slots(self, layer: int, vectors: Tensor) -> None:
         """Insert vectors [B, S, k] into a layer, after those of other memories."""
@@ -74,6 +102,11 @@ class HookContext:
         """The outputs of layers 1 to L, once. Layers that run again in the backward pass record nothing."""
         assert self.layer_outputs is not None, "layer outputs were taken before"
         outputs, self.layer_outputs = self.layer_outputs, None
+        return [outputs[layer] for layer in sorted(outputs)]
+
+    def take_layer_after(self) -> list[Tensor]:
+        """The outputs of layers 1 to L at the memory positions behind the window, once; none without such positions."""
+        outputs, self.layer_after = self.layer_after, {}
         return [outputs[layer] for layer in sorted(outputs)]
 
     def take_window_kv(self) -> list[KV]:
@@ -111,13 +144,22 @@ def install(backbone: nn.Module, architecture: Architecture) -> None:
     if getattr(backbone, "_has_recurrence_hooks", False):  # an earlier `add_recurrence` to the same model
         return
     backbone._has_recurrence_hooks = True  # type: ignore[assignment]
+    core = backbone.get_submodule(architecture.core)
+    core.register_forward_pre_hook(memory_positions.embed, with_kwargs=True)
+    core.register_forward_hook(memory_positions.strip, with_kwargs=True)
     for number, layer in enumerate(architecture.layer_list(backbone), start=1):
         # Partials of plain functions survive deepcopy and pickle; closures over a module would not.
         norm = architecture.norm if getattr(layer, "do_layer_norm_before", True) else None  # OPT-350m: after it
         layer.register_forward_pre_hook(partial(_enter_layer, number, norm), with_kwargs=True)
         layer.register_forward_hook(partial(_record_layer, number), with_kwargs=True)
         attention = layer.get_submodule(architecture.attention)
-        attention.register_forward_pre_hook(_prepend_slots, with_kwargs=True)
+        if not architecture.causal and not hasattr(attention, "is_causal"):
+            attention.is_causal = False  # type: ignore[assignment]  # attention functions take it for causal otherwise
+        if not architecture.hands_down:
+            layer.register_forward_pre_hook(partial(_leave_for_attention, architecture.attention), with_kwargs=True)
+            attention.register_forward_pre_hook(_take_what_was_left, with_kwargs=True)
+        names = tuple(inspect.signature(type(attention).forward).parameters)[1:]
+        attention.register_forward_pre_hook(partial(_prepend_slots, names), with_kwargs=True)
         attention.register_forward_hook(_drop_slots, with_kwargs=True)
 
 
@@ -127,20 +169,39 @@ def _enter_layer(number: int, norm: str | None, layer: nn.Module, args: tuple, k
     if context is None:
         return None
     extra: dict[str, Any] = {}
+    if number in context.layer_inputs:
+        change = context.layer_inputs[number]
+        if args:
+            args = change(args[0]), *args[1:]
+        else:
+            extra["hidden_states"] = change(kwargs["hidden_states"])
     if context.attention_masks:
         extra["cache_mask"] = context.attention_masks[number - 1]
     if number in context.slots:
         hidden = args[0] if args else kwargs["hidden_states"]
         extra["slots"] = _normed(layer, norm, context.slots[number].to(hidden.dtype))
-    has_state = number in context.slots or number in context.past_kv or number in context.links
+    has_kv = number in context.past_kv or number in context.links
+    positions = None if context.attention_masks else context.memory_positions  # masks over a cache allow for them
+    has_state = number in context.slots or has_kv or (positions is not None and positions.num_read > 0)
     record_attention = context.record_attention and has_state
-    if context.record_kv or number in context.past_kv or number in context.links or record_attention:
+    if context.record_kv or has_kv or positions is not None or record_attention:
         num_slots = extra["slots"].shape[1] if "slots" in extra else 0
         extra["attention_context"] = AttentionContext(
             context.past_kv.get(number), num_slots, context.record_kv, record_attention,
-            context.links.get(number), context.num_first,
+            context.links.get(number), context.num_first, context.past_visible, positions,
+            context.kv_layouts[number - 1] if context.kv_layouts else None,
         )  # fmt: skip
     return args, {**kwargs, **extra}
+
+
+def _leave_for_attention(path: str, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Leave the arguments of a layer that does not hand them on to its attention with the attention module."""
+    names = ("slots", "attention_context", "cache_mask")
+    layer.get_submodule(path).__dict__[_LEFT] = {name: kwargs[name] for name in names if name in kwargs}
+
+
+def _take_what_was_left(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return args, {**kwargs, **attention.__dict__.pop(_LEFT, {})}
 
 
 def _normed(layer: nn.Module, norm: str | None, slots: Tensor) -> Tensor:
@@ -152,12 +213,16 @@ def _normed(layer: nn.Module, norm: str | None, slots: Tensor) -> Tensor:
     return slots
 
 
-def _record_layer(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
+def _record_layer(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Record a layer's output, its keys and values, and the attention paid to the state."""
     context: HookContext | None = kwargs.get("hook_context")
     if context is None or context.layer_outputs is None:
         return
-    context.layer_outputs[number] = output
+    hidden = output if isinstance(output, Tensor) else output[0]  # some layers give out more
+    context.layer_outputs[number] = hidden
+    positions = context.memory_positions
+    if positions is not None:
+        context.layer_outputs[number], context.layer_after[number] = positions.split(hidden)
     attention_context = kwargs.get("attention_context")
     if context.record_kv:
         context.window_kv[number] = attention_context.window_kv  # type: ignore[union-attr]
@@ -165,8 +230,19 @@ def _record_layer(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, 
         context.attention_to_state[number] = attention_context.attention_to_state
 
 
-def _prepend_slots(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Put the slots in front of an attention module's input, and the mask over a cache in its place."""
+def _prepend_slots(names: tuple[str, ...], attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Put the slots in front of an attention module's input, and the mask over a cache in its place.
+
+    Args:
+        names: of the arguments of its forward pass.
+    """
+    if "cache_mask" not in kwargs and "slots" not in kwargs:
+        return None
+    same = ["hidden_states"]  # arguments that are the hidden states: in CTRL three of them
+    if len(args) > 1:  # some layers give masks and rotations by position
+        more = dict(zip(names[1:], args[1:], strict=False))
+        same += [name for name, value in more.items() if value is args[0]]
+        args, kwargs = args[:1], {**kwargs, **more}
     hidden = args[0] if args else kwargs["hidden_states"]
     if "cache_mask" in kwargs:
         mask = kwargs["cache_mask"]
@@ -175,19 +251,26 @@ def _prepend_slots(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
     if slots is None:
         return args, kwargs
     count = slots.shape[1]
-    hidden = torch.cat([slots.to(hidden.device, hidden.dtype), hidden], dim=1)
+    longer = torch.cat([slots.to(hidden.device, hidden.dtype), hidden], dim=1)
     grown: dict[str, Any] = {"attention_mask": _grow_mask(kwargs.get("attention_mask"), count)}
-    if kwargs.get("position_embeddings") is not None:
-        grown["position_embeddings"] = tuple(_grow_rotation(x, count) for x in kwargs["position_embeddings"])
-    if args:
-        return (hidden, *args[1:]), {**kwargs, **grown}
-    return args, {**kwargs, **grown, "hidden_states": hidden}
+    rotations, positions = kwargs.get("position_embeddings"), kwargs.get("position_ids")
+    if isinstance(rotations, Tensor):
+        grown["position_embeddings"] = _repeat_first(rotations, count)
+    elif rotations is not None:
+        grown["position_embeddings"] = tuple(_repeat_first(x, count) for x in rotations)
+    if isinstance(positions, Tensor):
+        grown["position_ids"] = _repeat_first(positions, count)
+    grown |= {name: longer for name in same if name in kwargs}
+    return (longer,) if args else args, {**kwargs, **grown}
 
 
-def _drop_slots(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> Any:
+def _drop_slots(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Drop the slots' positions from an attention module's output: they are keys and values, never queries."""
     slots = kwargs.get("slots")
-    return None if slots is None else (output[0][:, slots.shape[1] :], *output[1:])
+    if slots is None:
+        return None
+    count = slots.shape[1]
+    return output[:, count:] if isinstance(output, Tensor) else (output[0][:, count:], *output[1:])
 
 
 def _grow_mask(mask: Tensor | None, count: int) -> Tensor | None:
@@ -199,6 +282,7 @@ def _grow_mask(mask: Tensor | None, count: int) -> Tensor | None:
     return pad(mask, (count, 0, rows, 0), value=True if mask.dtype == torch.bool else 0.0)
 
 
-def _grow_rotation(rotation: Tensor, count: int) -> Tensor:
-    """Rotate the slots like a window's first position: not at all (but scaled as the others are)."""
-    return torch.cat([rotation[:, :1].expand(-1, count, -1), rotation], dim=1)
+def _repeat_first(positions: Tensor, count: int) -> Tensor:
+    """Positions, or rotations, [B, n, ...], in which slots stand at a window's first one: they are not rotated (but
+    scaled as the others are)."""
+    return torch.cat([positions[:, :1].expand(-1, count, *positions.shape[2:]), positions], dim=1)

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..settings import BUNDLED, PYTHON_DOCS, EvaluateSettings, GenerateSettings, TrainSettings
+from ..settings.commands import EvaluateSettings, GenerateSettings, TrainSettings
+from ..settings.recurrence import BUNDLED, PYTHON_DOCS
 from .errors import user_errors
 from .generate import stream
 from .options import check_folder

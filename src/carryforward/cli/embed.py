@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..settings import EmbedSettings
+from ..settings.commands import EmbedSettings
 from .errors import user_errors
 from .options import Config, Device, Json, options
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..settings import BUNDLED, EvaluateSettings
+from ..settings.commands import EvaluateSettings
+from ..settings.recurrence import BUNDLED
 from .errors import user_errors
 from .options import Config, Device, Json, check_folder, options
 

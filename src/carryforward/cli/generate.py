@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ..settings import ADVANCED, BUNDLED, GenerateSettings
+from ..settings.base import ADVANCED
+from ..settings.commands import GenerateSettings
+from ..settings.recurrence import BUNDLED
 from .errors import user_errors
 from .options import Config, Device, Json, options
 

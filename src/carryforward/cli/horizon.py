@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..settings import HorizonSettings
+from ..settings.commands import HorizonSettings
 from .errors import user_errors
 from .options import Config, Device, Json, check_folder, options
 

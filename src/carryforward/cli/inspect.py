@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..settings import AS_TRAINED, OVERLAP
+from ..settings.commands import AS_TRAINED
+from ..settings.recurrence import OVERLAP
 from .errors import user_errors
 from .options import Device, Json, Recurrent, check_file
 

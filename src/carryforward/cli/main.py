@@ -18,6 +18,7 @@ from .flops import flops
 from .generate import generate
 from .horizon import horizon
 from .inspect import inspect
+from .memory_tasks import memory_tasks
 from .options import Command, Group, repeat_flags
 from .qa import qa
 from .report import report
@@ -44,6 +45,7 @@ for panel, commands in _PANELS.items():
     for command in commands:
         app.command(cls=Command, rich_help_panel=panel)(command)
 app.add_typer(qa, rich_help_panel="Models")
+app.add_typer(memory_tasks, rich_help_panel="Measurements")
 
 
 def _print_version(requested: bool) -> None:
@@ -66,4 +68,5 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the entry point `carryforward`."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    app(args=repeat_flags(arguments, typer.main.get_command(app)), prog_name="carryforward")
+    command = typer.main.get_command(app)
+    command(args=repeat_flags(arguments, command), prog_name="carryforward")

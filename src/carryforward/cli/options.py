@@ -19,8 +19,24 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..settings import RUN
-from ..settings_base import MAX_INTEGER
+from ..presets import DEFAULT_KEY_SIZE, DEFAULT_MEMORY_TOKENS, DEFAULT_SINKS, FAR_SELECTIONS
+from ..settings.base import ADVANCED, MAX_INTEGER, RUN
+from ..settings.recurrence import (
+    ARCHIVE,
+    DEFAULT_ARCHIVE,
+    DEFAULT_GROUP,
+    DEFAULT_REACH,
+    DEFAULT_RECENT,
+    FAR,
+    GROUP,
+    KEY_SIZE,
+    MEMORY,
+    MEMORY_TOKENS,
+    REACH,
+    RECENT,
+    SELECTION,
+    SINKS,
+)
 from ..utils.parsing import read_yaml
 
 
@@ -85,6 +101,25 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_
 Recurrent = Annotated[str, typer.Argument(help="Recurrent model: run folder, model folder or Hub name.")]
 OutFolder = Annotated[Path, typer.Option(file_okay=False, help="Output folder. The same command resumes the work.")]
 
+# of commands that make a plain model recurrent
+Reach = Annotated[str | None, typer.Option(help=REACH, show_default=DEFAULT_REACH)]
+Recent = Annotated[int | None, typer.Option(help=RECENT, show_default=DEFAULT_RECENT)]
+Sinks = Annotated[int | None, typer.Option(help=SINKS, show_default=str(DEFAULT_SINKS))]
+Far = Annotated[int | None, typer.Option(help=FAR, show_default="0", rich_help_panel=ADVANCED)]
+Selection = Annotated[
+    str | None, typer.Option(help=SELECTION, show_default=FAR_SELECTIONS[0], rich_help_panel=ADVANCED)
+]
+GroupSize = Annotated[int | None, typer.Option(help=GROUP, show_default=DEFAULT_GROUP, rich_help_panel=ADVANCED)]
+Archive = Annotated[int | None, typer.Option(help=ARCHIVE, show_default=DEFAULT_ARCHIVE, rich_help_panel=ADVANCED)]
+Memory = Annotated[list[str] | None, typer.Option(metavar="<str>...", help=MEMORY, show_default="the preset's")]
+MemoryTokens = Annotated[
+    int | None,
+    typer.Option(help=MEMORY_TOKENS, show_default=str(DEFAULT_MEMORY_TOKENS), rich_help_panel=ADVANCED),
+]
+KeySize = Annotated[
+    int | None, typer.Option(help=KEY_SIZE, show_default=str(DEFAULT_KEY_SIZE), rich_help_panel=ADVANCED)
+]
+
 # of commands that train
 RunOut = Annotated[Path, typer.Option("--out", help="Run folder. The same command resumes an interrupted run.")]
 ReportTo = Annotated[
@@ -97,22 +132,6 @@ TrainingDevice = Annotated[
     ),
 ]
 TrainingJson = Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help=_JSON)]
-
-
-def uses_cpu(device: str | None) -> bool:
-    """Whether training must stay on the CPU. `Trainer` chooses the device, so no other can be asked for by name."""
-    import torch
-
-    present = torch.accelerator.current_accelerator()
-    if device in (None, "cpu") or (present is not None and device == present.type):
-        return device == "cpu"
-    if present is None and device.partition(":")[0] in ("cuda", "mps", "xpu"):
-        built = "" if torch.version.cuda else " (this PyTorch is built without CUDA)" * device.startswith("cuda")
-        raise ValueError(f"--device {device}: PyTorch finds no such device here{built}. Leave it out to use the CPU.")
-    raise ValueError(
-        f"--device {device}: training uses the GPU if there is one, or cpu. Leave the option out, and choose GPUs "
-        "with CUDA_VISIBLE_DEVICES."
-    )
 
 
 _MAX_NAME = 255  # bytes of a file's name, on all common file systems

@@ -9,15 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..settings import (
-    ADVANCED,
-    AS_TRAINED,
-    MAX_ANSWER_TOKENS,
-    NO_STATE,
-    OVERLAP,
-    AnswerSettings,
-    QuestionSettings,
-)
+from ..settings.base import ADVANCED
+from ..settings.commands import AS_TRAINED, MAX_ANSWER_TOKENS, NO_STATE, AnswerSettings, QuestionSettings
+from ..settings.recurrence import OVERLAP
 from .errors import user_errors
 from .options import (
     Command,
@@ -32,7 +26,6 @@ from .options import (
     check_file,
     check_folder,
     options,
-    uses_cpu,
 )
 
 qa = typer.Typer(
@@ -59,6 +52,7 @@ def train(
     """Fine-tune an encoder to answer questions, with recurrence, or without it as a baseline."""
     with user_errors(out):
         from ..qa import train as job
+        from ..training.lifecycle import uses_cpu
 
         record = job.train(settings, out, report_to=report_to, use_cpu=uses_cpu(device))
         if int(os.environ.get("RANK", "0")) == 0:

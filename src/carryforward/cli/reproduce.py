@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from ..settings import BUNDLED, RUN
+from ..settings.base import RUN
+from ..settings.recurrence import BUNDLED
 from .errors import user_errors
-from .options import TrainingDevice, check_folder, uses_cpu
+from .options import TrainingDevice, check_folder
 
 
 def reproduce(
@@ -25,6 +26,15 @@ def reproduce(
     jobs: Annotated[
         int, typer.Option(min=1, metavar="<int>", help="Cells to run in parallel, each in its own process.")
     ] = 1,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="<float>",
+            show_default="no limit",
+            help="Save and stop after so many seconds; the same command resumes.",
+        ),
+    ] = None,
     test: Annotated[
         bool, typer.Option("--test", help="Also score the test split. Do this once, after all choices are made.")
     ] = False,
@@ -40,23 +50,14 @@ def reproduce(
     """Run what is missing of an experiment of the paper, and rewrite the pages of tables, figures and claims."""
     with user_errors(work):
         from ..reproduction import pages as published
-        from ..reproduction import parallel, recipes, run
+        from ..reproduction import reproduce as job
 
         check_folder(work, "--work")
-        use_cpu = uses_cpu(device)
-        recipe = recipes.read(recipes.path_of(experiments, what, setting), model=model, data=data)
-        cells, folder = tuple(cell or ()), work / what / setting
-        if jobs > 1 and not tables_only:
-            names = [one.name for one, missing in run.unfinished(recipe, cells, test) if missing and not one.borrowed]
-            options = {"setting": setting, "experiments": experiments, "work": work, "model": model, "data": data,
-                       "device": device}  # fmt: skip
-            arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
-            flags = ["--no-pages", *["--test"] * test, *["--no-keep-models"] * (not keep_models)]
-            command = ["-m", "carryforward", "reproduce", what, *arguments, *flags, "--cell"]
-            parallel.run_parallel({name: [*command, name] for name in names}, folder, jobs)
-        elif not tables_only:
-            run.run(recipe, folder, labels=cells, test=test, keep_models=keep_models, use_cpu=use_cpu)
-        if not pages:
-            return
-        for page in published.publish(experiments):
+        if not tables_only:
+            job.reproduce(
+                what, setting, program=("-m", "carryforward", "reproduce"), experiments=experiments, work=work,
+                model=model, data=data, cells=cell or (), jobs=jobs, seconds=seconds, test=test,
+                keep_models=keep_models, device=device,
+            )  # fmt: skip
+        for page in published.publish(experiments) if pages else []:
             typer.echo(page)

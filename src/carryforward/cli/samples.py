@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..settings import ContinuationSettings
+from ..settings.commands import ContinuationSettings
 from .errors import user_errors
 from .options import Config, Device, Json, OutFolder, Recurrent, check_folder, options
 

@@ -21,7 +21,7 @@ from ..data.texts import read_file_or_stdin
 from ..data.tokenization import Encoder, token_array
 from ..models.add_recurrence import special_tokens
 from ..models.loading import Loaded, load_causal, usable_device
-from ..settings import GenerateSettings
+from ..settings.commands import GenerateSettings
 from ..state import State, read_state_file
 from ..utils import console
 from ..utils.signals import Interruptible

@@ -5,7 +5,7 @@ import json
 
 import typer
 
-from ..settings import ContinuationSettings
+from ..settings.commands import ContinuationSettings
 from .errors import user_errors
 from .options import Config, Device, Json, OutFolder, Recurrent, check_folder, options
 

@@ -6,9 +6,9 @@ import os
 
 import typer
 
-from ..settings import TrainSettings
+from ..settings.commands import TrainSettings
 from .errors import user_errors
-from .options import Config, ReportTo, RunOut, TrainingDevice, TrainingJson, options, uses_cpu
+from .options import Config, ReportTo, RunOut, TrainingDevice, TrainingJson, options
 
 
 @options(TrainSettings)
@@ -23,6 +23,7 @@ def train(
     """Fine-tune a causal language model with recurrence, or without it as a baseline."""
     with user_errors(out):
         from ..training import train
+        from ..training.lifecycle import uses_cpu
 
         record = train.train(settings, out, report_to=report_to, use_cpu=uses_cpu(device))
         if int(os.environ.get("RANK", "0")) == 0:

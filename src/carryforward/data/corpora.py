@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from ..settings import PYTHON_DOCS
+from ..settings.recurrence import PYTHON_DOCS
 from . import hub, paper_corpora, python_docs, texts
 from .texts import SPLITS, Corpus, Splits, Text
 

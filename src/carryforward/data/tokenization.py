@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -216,7 +217,7 @@ def check_tokenizer(
     """
     if not callable(tokenizer) or isinstance(tokenizer, type):
         raise ValueError(f"{name} is of type {type(tokenizer).__name__}: give a tokenizer of transformers.")
-    if vocabulary is None or not hasattr(tokenizer, "get_vocab"):
+    if vocabulary is None or not hasattr(tokenizer, "get_vocab") or vocabulary in _FITTING.get(tokenizer, ()):
         return
     ids = tokenizer.get_vocab()
     advice = advice or "Give the tokenizer that belongs to the model."
@@ -230,6 +231,12 @@ def check_tokenizer(
             f"{name} gives ids up to {last:,} ({beyond[last]!r}), and the model's vocabulary ends at "
             f"{vocabulary - 1:,}. {advice}"
         )
+    _FITTING.setdefault(tokenizer, set()).add(vocabulary)
+
+
+# The vocabularies that a tokenizer was found to fit. Cached because reading its tokens takes tens of milliseconds; ids
+# of tokens that are added later are checked by the model.
+_FITTING: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
 
 def _added_tokens(tokenizer: Any) -> dict[int, Any]:

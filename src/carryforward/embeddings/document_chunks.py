@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.tokenization import check_text
-from ..settings import EmbedSettings
+from ..settings.commands import EmbedSettings
 from ..utils import console
 
 DOCUMENTS_PER_CHUNK = 64

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..models.loading import Loaded, load_recurrent, version_of
-from ..settings import EmbedSettings
+from ..models.loading import Loaded, load_recurrent
+from ..models.model_files import version_of
+from ..settings.commands import EmbedSettings
 from ..utils import console
 from ..utils.digests import damaged_file, digest_files
 from ..utils.files import clear_leftovers, delete_folder, read_sealed_json, write_sealed_json

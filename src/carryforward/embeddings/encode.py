@@ -14,14 +14,15 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..backbones.modes import eval_mode
 from ..data.samples import pad
 from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
 from ..evaluation.streaming import Piece, stream_documents
-from ..memories.vector import VectorMemoryConfig
 from ..models import argument_checks
-from ..models.base import RecurrentPreTrainedModel, eval_mode
+from ..models.base import RecurrentPreTrainedModel
 from ..models.headless import RecurrentModel
 from ..models.outputs import RecurrentOutput
 from ..state import State
@@ -68,10 +69,11 @@ def encode(
         texts: the documents.
         tokenizer: the model's tokenizer; a fast one for "tokens", which needs offsets. The model adds special tokens.
         output: "document" returns one vector per document, [documents, k]; "tokens" a list of `TokenVectors`;
-            "windows" a list of the states that windows pass to the next, [windows - 1, states, slots, k].
+            "windows" a list of the vectors that windows pass to the next: [windows - 1, states, slots, k] with the
+            memory "vector", [windows - 1, memory tokens, k] with "tokens".
         pooling: the vector of a document: "mean" of its token vectors, or "state" after its last window, with all
-            slots concatenated. A last window that is not full is pooled over the tokens it has. The vector of an empty
-            document is zero.
+            its vectors concatenated. A last window that is not full is pooled over the tokens it has. The vector of an
+            empty document is zero.
         overlap: tokens that consecutive windows share; by default that of the config. A token's vector comes from the
             window in which it is farthest from an edge (encoders) or has the most context (causal models).
         use_state: False removes the state: every window is read on its own, as by the base model.
@@ -105,8 +107,8 @@ def encode(
     )  # fmt: skip
     bar = ProgressBar("embedding", sum(map(len, ids)), "tokens", library=True, callback=progress)
     with bar, eval_mode(reader), torch.inference_mode():
-        for document, count, vectors, state in pieces:
-            collectors[document].add(vectors, state)
+        for document, count, vectors, state, row in pieces:
+            collectors[document].add(vectors, state, row)
             bar.advance(count)
     results = [document.result() for document in collectors]
     if output == "tokens":
@@ -120,16 +122,17 @@ def _check_state(reader: RecurrentModel, output: str, use_state: bool) -> None:
     """Raise ValueError if states are to be returned and there are none, or they mean nothing."""
     windows = output == "windows"
     argument, instead = ('output="windows"', 'output="tokens"') if windows else ('pooling="state"', 'pooling="mean"')
-    if VectorMemoryConfig.kind in reader.untrained_memories:
+    kind = reader.memory.vector_kind
+    if kind in reader.untrained_memories:
         raise ValueError(
             f"{argument}: the model's memory is untrained, so its states mean nothing. Train it, or use {instead}."
         )
     if not use_state:
         raise ValueError(f"{argument} needs the state, which use_state=False (--no-state) removes.")
-    if reader.config.recurrence.find(VectorMemoryConfig.kind) is None:
+    if kind is None:
         raise ValueError(
-            'the model carries keys and values, not vectors. Use pooling="mean" or output="tokens", or train a model '
-            "with a vector memory (--memory kv vector)."
+            f'the model carries {reader.config.recurrence.describe()}, not vectors. Use pooling="mean" or '
+            'output="tokens", or train a model whose memory consists of vectors (--memory kv vector, --memory tokens).'
         )
 
 
@@ -175,7 +178,7 @@ def _read(
     batch_size: int,
     windows_per_call: int,
     states_only: bool,
-) -> Iterator[tuple[int, int, np.ndarray, State]]:
+) -> Iterator[tuple[int, int, Tensor, State, int]]:
     """Read documents piece by piece.
 
     Args:
@@ -184,7 +187,8 @@ def _read(
 
     Yields:
         For each piece: the index of its document, its number of tokens, the n token vectors that are complete with it,
-        [n, k], and the state after it. The pieces of a document come in order.
+        [n, k], on the model's device, and the state after it with the row of the document in it. The pieces of a
+        document come in order.
     """
     lengths = [len(token_ids) for token_ids in ids]
 
@@ -207,18 +211,17 @@ def _read(
     ):  # fmt: skip
         assert out.state is not None
         counts = [b - a for a, b in piece.spans]
-        vectors = [np.empty(0)] * len(counts) if states_only else _unpad(out, counts)
+        vectors = [torch.empty(0)] * len(counts) if states_only else _unpad(out, counts)
         for row, i in enumerate(piece.documents):
-            yield i, counts[row], vectors[row], out.state[[row]]
+            yield i, counts[row], vectors[row], out.state, row
 
 
-def _unpad(out: RecurrentOutput, counts: list[int]) -> list[np.ndarray]:
+def _unpad(out: RecurrentOutput, counts: list[int]) -> list[Tensor]:
     """The vectors of each row without padding, [n, k]; n is the row's count, or what an encoder has emitted."""
     assert out.last_hidden_state is not None
     if out.emitted is not None:
         counts = (out.emitted[:, 1] - out.emitted[:, 0]).tolist()
-    hidden = out.last_hidden_state.float().cpu().numpy()
-    return [vectors[:count] for vectors, count in zip(hidden, counts, strict=True)]
+    return [vectors[:count] for vectors, count in zip(out.last_hidden_state, counts, strict=True)]
 
 
 class _Collector(Protocol):
@@ -226,8 +229,8 @@ class _Collector(Protocol):
 
     def __init__(self, model: RecurrentModel): ...
 
-    def add(self, vectors: np.ndarray, state: State) -> None:
-        """Add the next piece: its token vectors, [n, k], and the state after it."""
+    def add(self, vectors: Tensor, state: State, row: int) -> None:
+        """Add the next piece: its token vectors, [n, k], and a row of the state after it."""
 
     def result(self) -> np.ndarray: ...
 
@@ -239,50 +242,56 @@ def _collector(output: str, pooling: str) -> type[_Collector]:
 
 
 class _TokenMean(_Collector):
-    """The mean of all token vectors, [k], as a running sum."""
+    """The mean of all token vectors, [k], as a running sum on the model's device: the vectors do not leave it."""
 
     def __init__(self, model: RecurrentModel):
-        self.total, self.count = np.zeros(model.config.base_config.hidden_size), 0
+        wide = torch.float32 if model.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
+        self.total = torch.zeros(model.config.base_config.hidden_size, dtype=wide)
+        self.count = 0
 
-    def add(self, vectors: np.ndarray, state: State) -> None:
-        self.total, self.count = self.total + vectors.sum(axis=0, dtype=np.float64), self.count + len(vectors)
+    def add(self, vectors: Tensor, state: State, row: int) -> None:
+        self.total = self.total.to(vectors.device) + vectors.sum(dim=0, dtype=self.total.dtype)
+        self.count += len(vectors)
 
     def result(self) -> np.ndarray:
-        return (self.total / max(self.count, 1)).astype(np.float32)
+        return (self.total / max(self.count, 1)).float().cpu().numpy()
 
 
-def _vector_shape(model: RecurrentModel) -> tuple[int, ...]:
-    """States, slots, hidden size."""
-    memory = model.memory.get(VectorMemoryConfig.kind)
-    assert memory is not None, "checked before"
-    return memory.shape
+def _vector_state(model: RecurrentModel) -> tuple[str, tuple[int, ...]]:
+    """The memory whose state consists of vectors, and the shape of its state: for "vector" states, slots and hidden
+    size, for "tokens" memory tokens and hidden size."""
+    kind = model.memory.vector_kind
+    assert kind is not None, "checked before"
+    return kind, getattr(model.memory, kind).shape
 
 
 class _FinalState(_Collector):
-    """The state after the last window, [states * slots * k]."""
+    """The state after the last window, all its vectors in one."""
 
     def __init__(self, model: RecurrentModel):
-        self.state = np.zeros(_vector_shape(model), np.float32)
+        self.kind, shape = _vector_state(model)
+        self.state = np.zeros(shape, np.float32)
 
-    def add(self, vectors: np.ndarray, state: State) -> None:
+    def add(self, vectors: Tensor, state: State, row: int) -> None:
         if state.ended:
-            self.state = state.memory[VectorMemoryConfig.kind][0].float().cpu().numpy()
+            self.state = state.memory[self.kind][row].float().cpu().numpy()
 
     def result(self) -> np.ndarray:
         return self.state.flatten()
 
 
 class _WindowStates(_Collector):
-    """The state that each full window passes to the next, [windows - 1, states, slots, k]. Needs one window a piece."""
+    """The vectors that each full window passes to the next, [windows - 1, ..., k]. Needs one window a piece."""
 
     def __init__(self, model: RecurrentModel):
-        self.shape, self.next_start = _vector_shape(model), -1
+        self.kind, self.shape = _vector_state(model)
+        self.next_start = -1
         self.states: list[np.ndarray] = []
 
-    def add(self, vectors: np.ndarray, state: State) -> None:
-        next_start = int(state.read - state.pending)  # of the next window; changes when a window is complete
-        if state.started.all() and next_start != self.next_start:
-            self.states.append(state.memory[VectorMemoryConfig.kind][0].float().cpu().numpy())
+    def add(self, vectors: Tensor, state: State, row: int) -> None:
+        next_start = int(state.read[row] - state.pending[row])  # of the next window; changes when a window is complete
+        if state.started[row] and next_start != self.next_start:
+            self.states.append(state.memory[self.kind][row].float().cpu().numpy())
         self.next_start = next_start
 
     def result(self) -> np.ndarray:
@@ -295,8 +304,8 @@ class _TokenList(_Collector):
     def __init__(self, model: RecurrentModel):
         self.parts = [np.zeros((0, model.config.base_config.hidden_size), np.float32)]
 
-    def add(self, vectors: np.ndarray, state: State) -> None:
-        self.parts.append(vectors)
+    def add(self, vectors: Tensor, state: State, row: int) -> None:
+        self.parts.append(vectors.float().cpu().numpy())
 
     def result(self) -> np.ndarray:
         return np.concatenate(self.parts)

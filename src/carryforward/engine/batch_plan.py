@@ -16,6 +16,7 @@ a *column* from the start of the packed row (the unfinished window's first token
 
 import dataclasses
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class BatchPlan:
     Attributes:
         tokens, labels: packed rows, [B, M]: tokens pending from the state, then the new ones.
         first: for each row, the token index of its first column.
+        origins: for each row, the token index at which what is carried begins.
         read, lengths: for each row, how many tokens were read before the call, and how many after it.
         capacities: for each row, the document tokens of a full window.
         schedules: for each row, its windows.
@@ -91,6 +93,11 @@ class BatchPlan:
         self.schedules = [self._schedule(row) for row in range(len(self.read))]
         self.block_windows = block_windows
         self._started: list[bool] = state.started.tolist()
+        begun = [0] * len(self.read) if state.origin is None else state.origin.tolist()
+        # A row without a memory begins one now.
+        self.origins = [
+            begin if started else first for begin, started, first in zip(begun, self._started, self.first, strict=True)
+        ]
         self.batches = self._make_batches()
 
     # --- packing -----------------------------------------------------------------------------------------------
@@ -158,16 +165,27 @@ class BatchPlan:
         return [block for block in blocks if block]
 
     def _batches_of(self, pairs: list[tuple[int, Window]]) -> Iterator[WindowBatch]:
-        """A block, if windows of a row are side by side; else those that receive a state, apart from the others."""
+        """A block, if windows of a row are side by side, or a memory needs their history; else those that receive a
+        state, apart from the others."""
         first = [pair for pair in pairs if not self._receives(*pair)]
         others = [pair for pair in pairs if self._receives(*pair)]
-        if len({row for row, _ in pairs}) < len(pairs):
+        if len({row for row, _ in pairs}) < len(pairs) or (self.use_state and self.config.recurrence.needs_history):
             yield self._make_batch(first + others, len(first), is_block=True)
             return
-        if others:
-            yield self._make_batch(others, 0, is_block=False)
-        if first:
-            yield self._make_batch(first, len(first), is_block=False)
+        for group in self._of_equal_length(others):
+            yield self._make_batch(group, 0, is_block=False)
+        for group in self._of_equal_length(first):
+            yield self._make_batch(group, len(group), is_block=False)
+
+    def _of_equal_length(self, pairs: list[tuple[int, Window]]) -> list[list[tuple[int, Window]]]:
+        """Where documents end and memory positions stand right behind their last tokens, windows of each length apart:
+        a causal window must not be padded in between. Otherwise all of them together."""
+        if not (self.closing and self.causal and self.config.recurrence.writes_behind):
+            return [pairs] if pairs else []
+        groups = defaultdict[int, list[tuple[int, Window]]](list)
+        for row, window in pairs:
+            groups[window.end - window.start].append((row, window))
+        return [*groups.values()]
 
     def _receives(self, row: int, window: Window) -> bool:
         """Whether a window receives a state."""
@@ -209,6 +227,10 @@ class BatchPlan:
     def last_finished(self, row: int) -> Window | None:
         """The last window of a row that passes on its state."""
         return next((window for window in reversed(self.schedules[row]) if self.is_finished(row, window)), None)
+
+    def next_token(self, row: int, window: Window) -> int:
+        """The token at which the window after a finished one begins."""
+        return window.end if self.closes(row, window) else window.start + self.capacities[row] - self.overlap
 
     def closes(self, row: int, window: Window) -> bool:
         """Whether a window is the last of a document that ends here."""
@@ -291,6 +313,7 @@ class BatchPlan:
                     starts[row] = min(window.start + self.capacities[row] - self.overlap, self.lengths[row])
                     started[row] = self.use_state
         pending = [length - start for length, start in zip(self.lengths, starts, strict=True)]
+        origins = [origin if begun else 0 for origin, begun in zip(self.origins, started, strict=True)]
         columns = torch.arange(max(pending)) + torch.tensor(starts)[:, None] - torch.tensor(self.first)[:, None]
         columns = self.index(columns.clamp(max=self.tokens.shape[1] - 1))
         return dataclasses.replace(
@@ -303,4 +326,5 @@ class BatchPlan:
             labels=self.labels.gather(1, columns) if self.labels is not None and not self.causal else None,
             summary=summary,
             ended=self.closing or (self.final and not self.causal),
+            origin=torch.tensor(origins) if any(origins) else None,
         )

@@ -97,7 +97,14 @@ def _of_each_row(windows: int, rows: int) -> int:
 
 def _by_size(model: WindowModel, logits: bool) -> int:
     """Windows in a block, from a fixed number of tokens."""
-    return block_tokens(model, logits=logits) // model.config.recurrence.window
+    return int(block_tokens(model, logits=logits) / (model.config.recurrence.window * _seen_share(model)))
+
+
+def _seen_share(model: WindowModel) -> float:
+    """How much more a window sees than itself, if a memory reaches further than one window: its keys and values are
+    gathered for each window, and take memory as the window's own do."""
+    recurrence = model.config.recurrence
+    return 1 + recurrence.extra_positions / recurrence.window if recurrence.needs_history else 1.0
 
 
 def _by_memory(model: WindowModel) -> int:
@@ -116,7 +123,7 @@ def _activation_bytes(model: WindowModel) -> int:
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.enable_grad():  # dropout must not draw from the run's generator
         one, two = (_saved_bytes(model, ids[:rows]) for rows in (1, 2))
-    return two - one
+    return int((two - one) * _seen_share(model))
 
 
 def _saved_bytes(model: WindowModel, ids: Tensor) -> int:

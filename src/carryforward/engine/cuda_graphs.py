@@ -309,8 +309,9 @@ def uncached_autocast(device: torch.device) -> torch.autocast:
 @contextlib.contextmanager
 def compiled_layers(model: WindowModel) -> Iterator[None]:
     """Compile the layers and the memories inside. All layers share one compilation, so that a model of twelve takes a
-    twelfth of the time of compiling it whole. Memories are many small operations on a large state."""
-    modules = [*model.config.architecture.layer_list(model.backbone), model.memory]
+    twelfth of the time of compiling it whole. Memories are many small operations on states, or between layers."""
+    between = [module for memory in model.memory for module in memory.layer_modules()]
+    modules = [*model.config.architecture.layer_list(model.backbone), *between, model.memory]
     # Random numbers as without a compiler: both passes over a window must draw the same.
     options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
     token = loss.COMPILED_LOSS.set(torch.compile(loss.fusable_loss, **options))

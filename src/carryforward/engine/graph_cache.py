@@ -124,13 +124,13 @@ class GraphCache:
         absent = tuple(tensor is None for tensor in optional)
         links = None if window.links is None else window.links.layout()
         sizes = sizes_of(window)
-        key = (session.training, *autocast, with_gradients, *absent, links, window.outputs, window.start)
+        key = (session.training, *autocast, with_gradients, *absent, links, window.begins, window.outputs, window.start)
         shape = (*key, *sizes, window.ids.shape[1], window.mask is None, window.spans)
         self._seen[shape] += window.depth
         self._largest = max(self._largest, window.ids.numel())
         # The compiler's time pays for few shapes, and not for the many of a ragged batch. But blocks without gradients
         # can share buffers.
-        shares = links is not None and not with_gradients
+        shares = links is not None and not with_gradients and not window.has_slots
         at_once = self.path == "compiled" and window.ids.numel() * (1 + shares) >= self._largest
         common = at_once or self._seen[shape] > max(MIN_COUNT_TO_COMPILE, self._replays // 20)
         graph = self._find(session, key, window)
@@ -142,9 +142,12 @@ class GraphCache:
         if graph is None:
             # Documents that end leave fewer and fewer rows, and one graph serves many sizes. But buffers for windows
             # that gradients flow through are few.
-            similar = shape if with_gradients else (*key, window.mask is None, window.spans)
-            self._misses[similar] += window.depth if shares else 1
-            if at_once or self._misses[similar] > CAPTURE_AFTER:
+            exact = with_gradients or window.has_slots
+            similar = shape if exact else (*key, window.mask is None, window.spans)
+            self._misses[similar] += 1 if with_gradients else window.depth
+            # A graph of slots serves blocks of one shape alone, and most shapes of ragged documents come once.
+            once = window.has_slots and self._seen[shape] == window.depth
+            if not once and (at_once or self._misses[similar] > CAPTURE_AFTER):
                 fills = 2 * window.ids.numel() >= self._largest
                 rows = self._largest // window.ids.shape[1] if fills else sizes.rows
                 room = shared_room(sizes, rows) if shares else sizes
@@ -180,6 +183,8 @@ class GraphCache:
         for graph in free:
             if graph.matches(window):
                 return graph
+        if window.has_slots:
+            return None
         for graph in free:
             buffers = graph.buffers
             masked, hides = window.mask is not None, buffers.mask is not None
@@ -336,6 +341,8 @@ def _obstacle(modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> 
             return "gradient checkpointing reruns layers by itself"
         kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         for hook in chain.from_iterable(registered.values() for registered in kinds):
-            if getattr(hook, "func", hook).__module__ != hooks.__name__:  # our own hooks are captured with the window
+            if not getattr(hook, "func", hook).__module__.startswith(
+                hooks.__package__
+            ):  # our own hooks are captured with the window
                 return f"{type(module).__name__} has a hook, which a captured graph would not call"
     return None

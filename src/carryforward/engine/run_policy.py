@@ -47,7 +47,8 @@ def decide(model: WindowModel, *, capturable: bool) -> RunPolicy:
     """
     modules = list(model.modules())
     weights = _unique_weights(modules)
-    grad, keep_graph = torch.is_grad_enabled(), model.config.recurrence.keep_graph
+    recurrence = model.config.recurrence
+    grad, keep_graph = torch.is_grad_enabled(), recurrence.keep_graph
     sharded = is_sharded(modules)
     if sharded and grad and not keep_graph:
         logger.warning_once(
@@ -63,7 +64,7 @@ def decide(model: WindowModel, *, capturable: bool) -> RunPolicy:
         weights=weights,
         sharded=sharded,
         keep_graph=keep_graph,
-        capture=capturable and not sharded and not keep_graph and not hooked,
+        capture=capturable and not sharded and not keep_graph and not hooked and not recurrence.selects,
         training=any(module.training for module in modules),
     )
 

@@ -4,7 +4,7 @@
 A window always runs by `model.run_window`. There are two ways to call it: eagerly (`run_eagerly`), or from a captured
 CUDA graph (`graph_cache`), whose layers are compiled after many windows. `run_policy` decides which. Three functions
 loop over windows: `run_windows` (loss or outputs, with gradients), `advance_state` (states only) and `stream_outputs`
-(outputs that are handed out one by one). Generation reads token by token instead: `models.window_cache`.
+(outputs that are handed out one by one). Generation reads token by token instead: `models.generation.window_cache`.
 """
 
 import torch

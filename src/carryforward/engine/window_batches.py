@@ -5,7 +5,8 @@ Causal windows are padded on the right without a mask, since no real position se
 prefix, suffix and mask. `batch_plan` has the coordinates: tokens, positions and columns.
 """
 
-from collections import Counter
+import dataclasses
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..memories.links import WindowLinks
+from ..memories.links import BlockLayout, DocumentWindows, WindowLinks
+from ..memories.slot_links import SlotLinks
 from ..windows import IGNORE, Span, Window
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class WindowBatch:
         detach: for each window, whether truncated BPTT detaches the state it receives.
         width: positions of the longest window, special tokens included.
         output_rows, output_positions: which outputs the call returns, if any (`select_outputs`).
+        choices: what a memory has selected in each layer.
         first_output: the first such position; the last position if there is none, since outputs have a shape.
     """
 
@@ -48,6 +51,7 @@ class WindowBatch:
     output_rows: Tensor = field(init=False)
     output_positions: Tensor = field(init=False)
     first_output: int = field(init=False)
+    choices: dict[int, Tensor] = field(init=False, default_factory=dict)
     _indices: tuple[Tensor, Tensor, Tensor, Tensor] | None = field(init=False, default=None)
 
     def set_indices(self, rows: Tensor, columns: Tensor, prefix_lengths: Tensor, lengths: Tensor) -> None:
@@ -204,20 +208,24 @@ class WindowBatch:
         Neither prefix nor suffix are pooled. The state runs as far ahead of the next window, if there is one, as it did
         in training, where the overlap may have been another (footnote 3). Rows with prefixes of their own share a span:
         full windows end at the same position. In a block only the last finished window of a row has a state that
-        leaves; all of them are full.
+        leaves, and these states leave together, under the span of the first.
         """
-        plan = self.plan
+        if self.is_block:
+            leaving = sorted(self.leaving.values())
+            return {self._state_span(leaving[0]): leaving} if leaving else {}
         spans: dict[Span, list[int]] = {}
-        windows = sorted(self.leaving.values()) if self.is_block else [i for i, one in enumerate(self.finished) if one]
-        for i in windows:
-            row, window = self.rows[i], self.windows[i]
-            start, closes = len(plan.prefixes[row]), plan.closes(row, window)
-            end = start + window.end - window.start
-            stop = end if closes else start + plan.config.recurrence.pooled(end - start, plan.overlap)
-            begin = None if plan.has_row_prefixes and not closes else start
-            span = Span(begin, stop, end if closes else end - plan.overlap)
-            spans.setdefault(span, []).append(i)
+        for i, finished in enumerate(self.finished):
+            if finished:
+                spans.setdefault(self._state_span(i), []).append(i)
         return spans
+
+    def _state_span(self, i: int) -> Span:
+        plan, row, window = self.plan, self.rows[i], self.windows[i]
+        start, closes = len(plan.prefixes[row]), plan.closes(row, window)
+        end = start + window.end - window.start
+        stop = end if closes else start + plan.config.recurrence.pooled(end - start, plan.overlap)
+        begin = None if plan.has_row_prefixes and not closes else start
+        return Span(begin, stop, end if closes else end - plan.overlap)
 
     def links(self) -> WindowLinks | None:
         """How the windows of a block follow each other; None if none receives or passes on a state."""
@@ -256,4 +264,36 @@ class WindowBatch:
             previous=parts[0], following=parts[7], first=parts[1], last=parts[4], last_first=parts[5],
             detach=flags[0], detach_first=flags[1], last_detach_first=flags[2],
             prefix_lengths=self.indices[2] if plan.has_row_prefixes else None,
+            slots=self._slot_links(),
         )  # fmt: skip
+
+    def _slot_links(self) -> SlotLinks | None:
+        """Made anew for every run: only what was selected is kept, so that windows that run again receive the same."""
+        plan = self.plan
+        if not plan.config.recurrence.needs_history:
+            return None
+        block = BlockLayout(self._documents(), len(self.rows), self.num_first, self.width, len(self.entering))
+        slots = plan.config.recurrence.slot_links(block, plan.config.architecture.rotary, plan.index)
+        return None if slots is None else dataclasses.replace(slots, choices=self.choices)
+
+    def _documents(self) -> tuple[DocumentWindows, ...]:
+        """The windows of each document in a block, and how far into the document they are."""
+        plan, numbers = self.plan, defaultdict[int, list[int]](list)
+        for i, row in enumerate(self.rows):
+            numbers[row].append(i)
+        states = {row: i for i, row in enumerate(self.entering)}
+        documents = []
+        for row, own in numbers.items():
+            origin, finished = plan.origins[row], sum(self.finished[i] for i in own)
+            documents.append(
+                DocumentWindows(
+                    windows=tuple(own),
+                    tokens=tuple(self.windows[i].start - origin for i in own),
+                    finished=finished,
+                    after=plan.next_token(row, self.windows[own[finished - 1]]) - origin if finished else 0,
+                    state=states.get(row),
+                    start=len(plan.prefixes[row]),
+                    detach=tuple(self.detach[i] for i in own),
+                )
+            )
+        return tuple(documents)

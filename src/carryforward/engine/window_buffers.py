@@ -149,6 +149,9 @@ def _allocate_links(links: WindowLinks, room: Sizes) -> WindowLinks:
 def _write_links(buffers: WindowLinks, links: WindowLinks, sizes: Sizes, room: Sizes) -> None:
     """Copy indices; windows after the first ones are further back in the buffers."""
     moved = room.first - sizes.first
+    if buffers.slots is not None and links.slots is not None:
+        for name, numbers in links.slots.tensors().items():  # their buffers are never larger
+            getattr(buffers.slots, name).copy_(numbers)
     buffers.following.fill_(-1)  # of windows that no other one follows
     for there, here in (*sizes.places(room), (slice(room.rows, None), slice(sizes.rows, None))):
         part = links.following[here]

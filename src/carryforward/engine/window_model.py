@@ -27,6 +27,7 @@ class WindowInputs:
         ids, mask: tokens [b, n] and, where an encoder needs one, the attention mask.
         prefix_lengths, token_types: if rows have their own prefixes, their lengths [b, 1] and the token types [b, n].
         state: the flat state that enters, [b, m]; None in a document's first window. With links, [R, m].
+        begins: whether documents begin here, and are read with a state. Some memories then give a first one.
         links: in a block, how its windows follow each other; None: every window receives its own row of the state.
         targets: the labels of positions from `start` on, [b, n - start].
         start: the first position whose output is needed.
@@ -43,6 +44,7 @@ class WindowInputs:
     prefix_lengths: Tensor | None = None
     token_types: Tensor | None = None
     state: Tensor | None = None
+    begins: bool = False
     links: WindowLinks | None = None
     targets: Tensor | None = None
     start: int = 0
@@ -51,6 +53,11 @@ class WindowInputs:
     spans: tuple[Span, ...] = ()
     depth: int = 1
     shape_key: ShapeKey = ()
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether windows see slots of a longer past, which name places in a block of just these sizes."""
+        return self.links is not None and self.links.slots is not None
 
     def copy(self) -> "WindowInputs":
         """The same with tensors of its own."""

@@ -84,6 +84,7 @@ class WindowProgram(bptt.Program):
             *batch.inputs(),
             *batch.prefix_inputs(),
             state=self._entering(batch, state),
+            begins=self.plan.use_state and not batch.has_state,
             links=batch.links(),
             targets=targets,
             start=start,

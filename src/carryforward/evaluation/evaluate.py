@@ -27,7 +27,7 @@ from ..models.add_recurrence import add_recurrence
 from ..models.base import RecurrentPreTrainedModel
 from ..models.loading import Loaded, check_window, describe_causal, load_causal, usable_device
 from ..presets import MAX_DEFAULT_WINDOW, PAPER_WINDOW
-from ..settings import EvaluateSettings
+from ..settings.commands import EvaluateSettings
 from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
 from .flops import flops_per_token

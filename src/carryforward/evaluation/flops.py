@@ -4,8 +4,9 @@
 The paper's column is 2 (12 L k² + L T k) T / (T − o), for L layers of width k, windows of T tokens and an overlap of o.
 A multiply-add is two operations. Counted are the matrices of the layers and attention over the causal triangle;
 embeddings, norms, biases, the vocabulary projection and the recurrence are not. Here the matrices are those of the
-model itself, built on the meta device, so that grouped queries and gated feed-forward networks are counted correctly.
-The vocabulary projection and the recurrence are counted too, as numbers of their own.
+model itself, which reads one token on the meta device while PyTorch counts: grouped queries, gated feed-forward
+networks and the experts that a token is sent to are counted as they are. The vocabulary projection and the recurrence
+are counted too, as numbers of their own.
 
 FLOPs are computed from shapes: nothing is measured, and masked scores that a kernel computes are not counted.
 """
@@ -13,16 +14,21 @@ FLOPs are computed from shapes: nothing is measured, and masked scores that a ke
 import dataclasses
 import functools
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from .. import windows
-from ..backbones.architectures import architecture_of
+from ..backbones.architectures import Architecture, architecture_of
+from ..backbones.hooks import maskless_attention
+from ..backbones.observation import observe
 from ..config import RecurrenceConfig, RecurrentModelConfig
 from ..memories.base import WindowCost
 from ..models import argument_checks
@@ -42,6 +48,42 @@ class Flops:
     base: float
     recurrence: float
     vocabulary: float
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """How large the state of one row is.
+
+    Attributes:
+        positions: carried positions, which a window attends to.
+        bytes: of all that is carried.
+    """
+
+    positions: int
+    bytes: int
+
+
+def state_size(
+    config: PreTrainedConfig,
+    window: int | None = None,
+    *,
+    recurrence: RecurrenceConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> StateSize:
+    """The size of a recurrent model's state.
+
+    Args:
+        config: of a base model or a recurrent model.
+        window: by default that of the recurrence.
+        recurrence: a recurrence that is added to the base model.
+        dtype: the precision of states, which is the model's.
+    """
+    base, recurrence, *_ = _resolve(config, window, None, recurrence)
+    if recurrence is None:
+        return StateSize(0, 0)
+    architecture = architecture_of(base)
+    numbers = sum(math.prod(memory.state_shape(base, architecture)) for memory in recurrence.memories)
+    return StateSize(sum(memory.carried_positions for memory in recurrence.memories), numbers * dtype.itemsize)
 
 
 def flops_per_token(
@@ -110,9 +152,8 @@ def _resolve(
 
 def _attention(base: PreTrainedConfig, window: int) -> list[float]:
     """For each layer, FLOPs of attention over one window: scores and weighted sums, 4 per query, key and dimension."""
-    _, size = architecture_of(base).kv_heads(base)
-    width = base.num_attention_heads * size  # need not be the hidden size
-    return [4 * width * pairs for pairs in _pairs(base, window)]
+    widths = _matrices(_json(base)).attention_widths
+    return [4 * width * pairs for width, pairs in zip(widths, _pairs(base, window), strict=True)]
 
 
 def _pairs(base: PreTrainedConfig, window: int) -> list[float]:
@@ -144,16 +185,20 @@ def _window_cost(base: PreTrainedConfig, recurrence: RecurrenceConfig, overlap: 
         window=recurrence.window,
         pooled=recurrence.pooled(capacity, overlap),
         queries=[recurrence.window + sum(layer) for layer in zip(*extra, strict=True)],
+        matrices=_matrices(_json(base)).layers,
         projections=_matrices(_json(base)).attention,
+        stride=capacity - overlap,
     )
 
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Numbers of weights that a token is multiplied with: in all layers, in each attention module, in the head."""
+    """Numbers of weights that a token is multiplied with: in all layers, in each attention module, in the head; and for
+    each layer the width of attention, heads times the size of a key (or half of a key and a value together)."""
 
     layers: int
     attention: tuple[int, ...]
+    attention_widths: tuple[float, ...]
     vocabulary: int
 
 
@@ -164,12 +209,53 @@ def _matrices(config_json: str) -> _Matrices:
     architecture = architecture_of(config)
     with torch.device("meta"):
         model: Any = (AutoModelForCausalLM if architecture.causal else AutoModel).from_config(config)
-    layers = architecture.layer_list(model.base_model)
+    model.requires_grad_(False)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # the only one whose shapes do not depend on the token
+    backbone = architecture.backbone_of(model)
+    layers = architecture.layer_list(backbone)
+    try:
+        modules, widths = _observe_token(backbone, architecture)
+        counted = [[module / 2 - 2 * width for module in pair] for pair, width in zip(modules, widths, strict=True)]
+    except (RuntimeError, NotImplementedError):  # it looks at numbers, and on the meta device there are none
+        _check_linear(layers, config.model_type)
+        widths = [config.num_attention_heads * architecture.kv_heads(config)[1]] * len(layers)
+        counted = [[_weights(layer), _weights(layer.get_submodule(architecture.attention))] for layer in layers]
     return _Matrices(
-        layers=sum(map(_weights, layers)),
-        attention=tuple(_weights(layer.get_submodule(architecture.attention)) for layer in layers),
+        layers=round(sum(layer for layer, _ in counted)),
+        attention=tuple(round(attention) for _, attention in counted),
+        attention_widths=tuple(widths),
         vocabulary=model.get_output_embeddings().weight.numel() if architecture.causal else 0,
     )
+
+
+def _observe_token(backbone: Any, architecture: Architecture) -> tuple[list[tuple[int, int]], list[float]]:
+    """What PyTorch counts while a model reads one token: for each layer the FLOPs of all of it and of its attention
+    module, in which attention to the one token takes 4 times its width; and these widths. Of a mixture of experts only
+    those run that a token is sent to."""
+    token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    with maskless_attention(), FlopCounterMode(display=False) as counter:
+        observation = observe(backbone, token, attention_mask=torch.ones_like(token))
+    counts = counter.get_flop_counts()
+    widths = {call.module: call.query.shape[1] * (call.key.shape[3] + call.value.shape[3]) / 2
+              for call in observation.attention}  # fmt: skip
+    modules, by_layer = [], []
+    for number, layer in enumerate(architecture.layer_list(backbone)):
+        path = f"{type(backbone).__name__}.{architecture.layers}.{number}"
+        modules.append((sum(counts[path].values()), sum(counts[f"{path}.{architecture.attention}"].values())))
+        by_layer.append(widths[layer.get_submodule(architecture.attention)])
+    return modules, by_layer
+
+
+def _check_linear(layers: Iterable[nn.Module], model_type: str) -> None:
+    """Refuse layers with matrices other than those of linear layers: how many of them a token meets is not known."""
+    for layer in layers:
+        linear = {module.weight for module in layer.modules() if isinstance(module, nn.Linear | Conv1D)}
+        if any(parameter.ndim > 1 and parameter not in linear for parameter in layer.parameters()):
+            raise ValueError(
+                f"FLOPs of a model of type {model_type!r} cannot be counted from its config: which of its matrices a "
+                "token is multiplied with depends on the token."
+            )
 
 
 def _weights(module: nn.Module) -> int:

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from .. import windows
+from ..config import RecurrenceConfig
 from ..data.corpora import default_split
 from ..data.documents import load_documents
 from ..models.loading import load_causal, need_state, usable_device
-from ..settings import HorizonSettings
+from ..settings.commands import HorizonSettings
 from ..utils.files import write_json
 from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.parsing import read_json
@@ -31,6 +32,7 @@ from ..utils.provenance import provenance
 from .token_losses import deep_windows, loss_by_depth, token_losses
 
 DEPTHS = (0, 1, 2, 4, 8)  # in windows
+FAR_DEPTHS = (16, 32)  # as well, for memories that reach further back than one window, if documents are long enough
 _POSITION_BINS = 30
 _WINDOW_BINS = (1, 2, *(2**power + 1 for power in range(1, 31)))  # edges; each bin is as wide as all before it
 
@@ -41,11 +43,12 @@ def horizon(name: str, settings: HorizonSettings, *, device: str | None = None) 
     device = usable_device(device)
     loaded = load_causal(name)
     model: Any = loaded.model.to(device)  # type: ignore[arg-type]
-    depths = tuple(sorted({0, *(settings.depth or DEPTHS)}))
     split = settings.split or default_split(settings.data, "validation")
     documents = load_documents(
         settings.data, split, loaded.tokenizer, text_field=settings.text_field, max_tokens=settings.max_document_tokens
     )
+    chosen = settings.depth or default_depths(model.config.recurrence, int(documents.lengths.max(initial=0)))
+    depths = tuple(sorted({0, *chosen}))
     ends, stride = deep_windows(model, documents, depths)
     total = len(depths) * len(ends) * stride + 2 * int((documents.lengths - 1).clip(min=0).sum())
     with (
@@ -69,6 +72,18 @@ def horizon(name: str, settings: HorizonSettings, *, device: str | None = None) 
         "tokens": tokens,
         **_mean_gains(gains, recurrence.window, recurrence.overlap),
     }
+
+
+def default_depths(recurrence: RecurrenceConfig, longest: int) -> tuple[int, ...]:
+    """The depths that are measured unless others are given.
+
+    Args:
+        longest: tokens of the longest document.
+    """
+    if not recurrence.needs_history:
+        return DEPTHS
+    stride = recurrence.window - recurrence.overlap
+    return DEPTHS + tuple(depth for depth in FAR_DEPTHS if recurrence.window + depth * stride < longest)
 
 
 def _mean_gains(gains: list[np.ndarray], window: int, overlap: int) -> dict[str, list[dict[str, Any]]]:
@@ -169,6 +184,8 @@ def draw(results: list[dict[str, Any]], path: Path, colours: Sequence[str] = COL
         style_axes(axes, f"Gain against {title}", title, "gain in nats per token")
         axes.axhline(0, color="#454545", linewidth=0.8)
     by_number.set_xscale("log")
+    by_depth.set_xscale("symlog", base=2, linthresh=1)  # depths are 0 and, as a rule, powers of two
+    by_depth.set_xlim(left=-0.2)
     for axes, points, x in ((by_depth, "depths", "windows"), (by_number, "windows", "from")):  # ticks at whole windows
         ticks = sorted({point[x] for result in results for point in result[points]})
         axes.set_xticks(ticks, map(str, ticks))

@@ -23,9 +23,10 @@ from transformers.models.auto.modeling_auto import (
 
 from .. import windows
 from ..backbones.architectures import positions_of
+from ..backbones.modes import eval_mode
 from ..data.samples import check_documents, collate, make_sample, sample_spans
 from ..models import argument_checks
-from ..models.base import RecurrentPreTrainedModel, eval_mode
+from ..models.base import RecurrentPreTrainedModel
 from ..models.causal_lm import RecurrentForCausalLM
 from ..models.outputs import RecurrentOutput
 from ..state import State

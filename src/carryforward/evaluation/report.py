@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..settings_base import MAX_INTEGER
+from ..settings.base import MAX_INTEGER
 from ..utils.files import clear_leftovers, result_stem, write_json, write_text
 from ..utils.locks import lock_output
 from ..utils.markdown import escape_markdown, markdown_table

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backbones.modes import eval_mode
 from ..data.samples import batch_by_length, check_documents, collate, make_sample
 from ..engine import bptt, run_windows
 from ..engine.window_batches import WindowBatch
 from ..engine.window_program import OutputSpec
 from ..models import argument_checks
-from ..models.base import eval_mode
 from ..models.causal_lm import RecurrentForCausalLM
 from ..utils.checks import check_callable, check_count, check_flag
 from ..utils.peft import get_recurrent_model

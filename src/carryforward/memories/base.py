@@ -17,7 +17,7 @@ import difflib
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,12 @@ from transformers import PreTrainedConfig
 from ..backbones.architectures import Architecture, architecture_of
 from ..backbones.attention import KV
 from ..backbones.hooks import HookContext
+from ..presets import MAX_DEFAULT_WINDOW
 from ..windows import Span
-from .links import WindowLinks
+from .links import BlockLayout, WindowLinks
+
+if TYPE_CHECKING:
+    from .slot_links import Send, SlotLinks
 
 # Cosine and sine that move the keys of each layer a distance back, each [1 or B, L, d]: one distance for all rows, or
 # one a row, [B, 1].
@@ -69,14 +73,24 @@ class WindowCost:
         window: tokens of a window.
         pooled: document tokens that are pooled.
         queries: for each layer, how many queries attend: the window's, and those of inserted vectors.
+        matrices: the weights of all layers' matrices.
         projections: for each layer, the weights of its attention module.
+        stride: document tokens from the start of a window to the start of the next.
     """
 
     base: PreTrainedConfig
     window: int
     pooled: int
     queries: Sequence[int]
+    matrices: int
     projections: Sequence[int]
+    stride: int
+
+    @property
+    def kv_width(self) -> int:
+        """Heads of keys times their size."""
+        heads, size = architecture_of(self.base).kv_heads(self.base)
+        return heads * size
 
     @property
     def attention_width(self) -> int:
@@ -110,6 +124,9 @@ class MemoryConfig:
 
     kind: ClassVar[str]
     dependency: ClassVar[Dependency]
+    combines_with: ClassVar[tuple[str, ...] | None] = (
+        None  # the kinds it can stand beside; None: any that can beside it
+    )
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         check_fields(cls, values)  # a dataclass would raise a TypeError that does not name the known fields
@@ -119,18 +136,56 @@ class MemoryConfig:
         """The same settings with defaults that depend on the window filled in."""
         return self
 
-    def min_capacity(self, overlap: int, trained_overlap: int) -> int:
-        """Document tokens that a window needs at least when read at an overlap, so that there is enough to carry."""
+    def needs_history(self, size: WindowSize) -> bool:
+        """Whether what a window receives depends on how much of its document was read. Windows then always run as
+        blocks, which have `slot_links`."""
+        return False
+
+    @property
+    def writes_behind(self) -> bool:
+        """Whether memory positions stand behind windows that pass their state on."""
+        return False
+
+    @property
+    def selects(self) -> bool:
+        """Whether what windows receive is selected by its contents: such windows cannot be captured."""
+        return False
+
+    def slot_links(self, block: BlockLayout, rotary: bool, send: "Send") -> "SlotLinks":
+        """If it `needs_history`: where the windows of a block find what they receive.
+
+        Args:
+            rotary: the model's positions are rotary, not learned.
+            send: sends numbers to the device.
+        """
+        raise NotImplementedError
+
+    def min_capacity(self, overlap: int, size: WindowSize) -> int:
+        """Document tokens that a window needs at least when read at an overlap, so that there is enough to carry.
+
+        Args:
+            size: the sizes that the model was made for.
+        """
         return overlap + 1
 
     def default_window(self, usable: int) -> int:
-        """The default window of a model that has `usable` positions."""
-        raise NotImplementedError
+        """The default window of a model that has `usable` positions beside memory positions."""
+        return min(MAX_DEFAULT_WINDOW, usable)
+
+    @property
+    def memory_positions(self) -> int:
+        """Positions of the base model in front of a full window's tokens and behind them."""
+        return 0
 
     @property
     def extra_positions(self) -> int:
         """Positions of the base model that it takes beside those of the window."""
-        return 0
+        return self.memory_positions
+
+    @property
+    def carried_positions(self) -> int:
+        """Positions that are carried, which every token of a window attends to."""
+        return self.extra_positions
 
     @property
     def needs_training(self) -> bool:
@@ -164,7 +219,7 @@ class MemoryConfig:
         """One sentence for people: what to expect of it."""
         raise NotImplementedError
 
-    def build(self, base: PreTrainedConfig, architecture: Architecture, window: int) -> "Memory":
+    def build(self, base: PreTrainedConfig, architecture: Architecture, size: WindowSize) -> "Memory":
         """The module."""
         raise NotImplementedError
 
@@ -185,6 +240,7 @@ class WindowRecord:
     Attributes:
         layer_outputs: the outputs of layers 1 to L, each [B, T, k].
         window_kv: the keys and values of layers 1 to L, if a memory records them.
+        layer_after, last_after: at memory positions behind the window, the outputs of layers 1 to L and of the model.
         rerotate: re-rotates the keys of rotary keys and values, [B, L, 2, heads, n, d].
         prefix_lengths: [B, 1] where rows have prefixes of their own.
     """
@@ -193,6 +249,8 @@ class WindowRecord:
     window_kv: Sequence[KV]
     rerotate: Rerotate
     prefix_lengths: Tensor | None = None
+    layer_after: Sequence[Tensor] = ()
+    last_after: Tensor | None = None
 
     def start(self, span: Span, device: torch.device) -> int | Tensor:
         """The first document position of the window, or each row's, [B, 1]."""
@@ -209,11 +267,25 @@ class Memory(nn.Module):
         shape: of one row's state.
         records_kv: whether `write` needs the window's keys and values.
         uses_previous: whether `write` needs the state that the window received.
+        needs_history: see `MemoryConfig.needs_history`.
+        reads_first: whether a document's first window receives something, too.
+        uses_positions: whether it inserts memory positions.
+        writes_behind: whether `write` needs memory positions behind the window. Generation, which reads token by token,
+            then reads a full window again.
+        reads_every_token: whether every single token passes through the state, not only attention to it. Generation
+            then reads the state with each token.
+        holds_vectors: whether its state consists of vectors, [..., k], which can stand for a document.
         token_width: numbers to remember of each token in generation, where a window is read token by token.
     """
 
     records_kv: ClassVar[bool] = False
     uses_previous: ClassVar[bool] = False
+    needs_history: ClassVar[bool] = False
+    reads_first: ClassVar[bool] = False
+    uses_positions: ClassVar[bool] = False
+    writes_behind: ClassVar[bool] = False
+    reads_every_token: ClassVar[bool] = False
+    holds_vectors: ClassVar[bool] = False
 
     def __init__(self, shape: tuple[int, ...], token_width: int = 0):
         super().__init__()
@@ -233,11 +305,34 @@ class Memory(nn.Module):
         return True
 
     def layers(self) -> tuple[int, ...]:
-        """The layers that receive something, counted from 1."""
+        """The layers in which a window attends to what is carried, counted from 1."""
         raise NotImplementedError
+
+    def layer_modules(self) -> Sequence[nn.Module]:
+        """Its modules that run inside the base model, between layers: the fast path compiles them like layers."""
+        return ()
 
     def read(self, state: Tensor, context: HookContext) -> None:
         """Add what a window receives to the hooks' context."""
+        raise NotImplementedError
+
+    def read_first(self, rows: int, context: HookContext) -> None:
+        """As `read`, for the first windows of so many documents: nothing, unless it `reads_first`."""
+
+    def entering(self, state: Tensor, started: Tensor) -> Tensor:
+        """The state that windows read: `state` [B, *shape] in rows that have `started` [B], and in the others what a
+        first window receives, if it `reads_first`."""
+        return state
+
+    def prepare_write(self, rows: int, context: HookContext) -> None:
+        """Add to the hooks' context, after `read`, what windows need that pass their state on."""
+
+    def read_after(self, state: Tensor, context: HookContext, tokens: Sequence[int], rotation: Rotation) -> None:
+        """As `read`, for a memory that `needs_history`.
+
+        Args:
+            tokens: for each row, how many tokens of its document come before the window.
+        """
         raise NotImplementedError
 
     def read_block(self, state: Tensor | None, context: HookContext, links: WindowLinks, rotation: Rotation) -> None:
@@ -253,8 +348,14 @@ class Memory(nn.Module):
         """The states that leave a block, [W, *shape], after it ran with this context."""
         raise NotImplementedError
 
-    def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:
-        """Where learned positions of a window with a state are, if they differ from `positions` [1 or B, T]."""
+    @property
+    def position_shift(self) -> int | None:
+        """How many positions later than usual the tokens of windows stand that receive a state, because of what is
+        carried in front of them. None where the base model counts by itself."""
+        return None
+
+    def position_shifts(self, tokens: Sequence[int]) -> list[int] | None:
+        """As `position_shift`, if it `needs_history`: of windows with so many tokens of their document before them."""
         return None
 
     def write(self, record: WindowRecord, span: Span, previous: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from ..backbones.architectures import Architecture
 from ..backbones.attention import KV
 from ..backbones.hooks import HookContext
 from ..windows import Span
-from .base import Memory, MemoryConfig, Rerotate, Rotation, WindowRecord
+from .base import Memory, MemoryConfig, Rerotate, Rotation, WindowRecord, WindowSize
 from .links import WindowLinks
 
 StateByKind = dict[str, Tensor]  # the state of each memory, [B, *shape]
@@ -26,12 +26,12 @@ class Memories(nn.Module):
     """The memories of a model, by kind. Calling it computes the state that a window passes on."""
 
     def __init__(
-        self, configs: Sequence[MemoryConfig], base: PreTrainedConfig, architecture: Architecture, window: int
+        self, configs: Sequence[MemoryConfig], base: PreTrainedConfig, architecture: Architecture, size: WindowSize
     ):
         super().__init__()
         self.kinds = [config.kind for config in configs]
         for config in configs:
-            self.add_module(config.kind, config.build(base, architecture, window))
+            self.add_module(config.kind, config.build(base, architecture, size))
 
     @property
     def like(self) -> Tensor:
@@ -63,8 +63,31 @@ class Memories(nn.Module):
         return any(memory.records_kv for memory in self)
 
     @property
+    def wraps_attention(self) -> bool:
+        """Whether the base model needs the attention functions of `backbones.attention`."""
+        return self.records_kv or any(memory.uses_positions for memory in self)
+
+    @property
+    def reads_first(self) -> bool:
+        return any(memory.reads_first for memory in self)
+
+    @property
+    def reads_every_token(self) -> bool:
+        return any(memory.reads_every_token for memory in self)
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether generation, which reads token by token, must read a full window again to write its state."""
+        return any(memory.needs_history or memory.writes_behind for memory in self)
+
+    @property
+    def vector_kind(self) -> str | None:
+        """The kind of the memory whose state consists of vectors; None if there is none."""
+        return next((kind for kind, memory in self.items() if memory.holds_vectors), None)
+
+    @property
     def layers(self) -> list[int]:
-        """The layers that receive something from a state, counted from 1."""
+        """The layers in which a window attends to a state, counted from 1."""
         return sorted({layer for memory in self for layer in memory.layers()})
 
     @property
@@ -93,10 +116,43 @@ class Memories(nn.Module):
             for (kind, memory), part in zip(self.items(), parts, strict=True)
         }
 
+    @property
+    def needs_history(self) -> bool:
+        return any(memory.needs_history for memory in self)
+
     def read(self, state: StateByKind, context: HookContext) -> None:
         """Add what a window receives to the hooks' context."""
         for kind, memory in self.items():
             memory.read(state[kind], context)
+
+    def read_first(self, rows: int, context: HookContext) -> None:
+        """The same for documents' first windows; see `Memory.read_first`."""
+        for memory in self:
+            memory.read_first(rows, context)
+
+    def entering(self, state: StateByKind, started: Sequence[bool]) -> StateByKind:
+        """The states that windows read; see `Memory.entering`."""
+        rows = torch.tensor(started)
+        return {kind: memory.entering(state[kind], rows) for kind, memory in self.items()}
+
+    def prepare_write(self, rows: int, context: HookContext) -> None:
+        """Add to the hooks' context what windows need that pass their state on."""
+        for memory in self:
+            memory.prepare_write(rows, context)
+
+    def read_tokens(self, state: StateByKind, context: HookContext) -> None:
+        """As `read`, for tokens in the middle of a window: only of memories that every token passes through."""
+        for kind, memory in self.items():
+            if memory.reads_every_token:
+                memory.read(state[kind], context)
+
+    def read_after(self, state: StateByKind, context: HookContext, tokens: Sequence[int], rotation: Rotation) -> None:
+        """As `read`, after so many tokens of each row's document; see `Memory.read_after`."""
+        for kind, memory in self.items():
+            if memory.needs_history:
+                memory.read_after(state[kind], context, tokens, rotation)
+            else:
+                memory.read(state[kind], context)
 
     def read_block(
         self, state: StateByKind | None, context: HookContext, links: WindowLinks, rotation: Rotation
@@ -109,13 +165,14 @@ class Memories(nn.Module):
         """The flat states that leave a block, [W, m]."""
         return torch.cat([memory.write_block(context).flatten(1) for memory in self], dim=1)
 
-    def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:
-        """Where learned positions of a window with a state are; None where the base model counts by itself."""
-        for memory in self:
-            shifted = memory.shift_positions(positions, prefix_lengths)
-            if shifted is not None:
-                return shifted
-        return None
+    @property
+    def position_shift(self) -> int | None:
+        """How many positions later the tokens of windows with a state stand; see `Memory.position_shift`."""
+        return next((memory.position_shift for memory in self if memory.position_shift is not None), None)
+
+    def position_shifts(self, tokens: Sequence[int]) -> list[int] | None:
+        """The same for each of some windows; see `Memory.position_shifts`."""
+        return next((shifts for memory in self if (shifts := memory.position_shifts(tokens)) is not None), None)
 
     def forward(
         self,
@@ -125,9 +182,11 @@ class Memories(nn.Module):
         previous: StateByKind | None,
         rerotate: Rerotate,
         prefix_lengths: Tensor | None = None,
+        layer_after: Sequence[Tensor] = (),
+        last_after: Tensor | None = None,
     ) -> Tensor:
         """The flat state that a window passes on, [B, m]; see `WindowRecord` and `Memory.write`."""
-        record = WindowRecord(layer_outputs, window_kv, rerotate, prefix_lengths)
+        record = WindowRecord(layer_outputs, window_kv, rerotate, prefix_lengths, layer_after, last_after)
         parts = [
             memory.write(record, span, None if previous is None else previous[kind]).flatten(1)
             for kind, memory in self.items()

@@ -1,28 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values as a memory: every layer of the next window attends to positions of the windows before it.
 
-Carried are the first positions of a document (attention sinks) and the most recent ones. In the next window they stand
-in this order at the first positions, after an encoder's prefix, and the window's own tokens follow them, as if all were
-one text.
+Carried are the first positions of a document (attention sinks), far ones if there are any, and the most recent ones. In
+the next window they stand in this order at the first positions, after an encoder's prefix, and the window's own tokens
+follow them, as if all were one text.
 
-Shapes: B rows, L layers, heads with keys of size d, S carried positions: sinks, then recent.
+Shapes: B rows, L layers, heads with keys of size d, S carried positions: sinks, far, recent.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from ..backbones.architectures import Architecture
-from ..backbones.hooks import HookContext
 from ..presets import DEFAULT_SINKS, MAX_DEFAULT_WINDOW
-from ..windows import Span
-from .base import Dependency, Memory, MemoryConfig, Rotation, WindowCost, WindowRecord, WindowSize, is_int
-from .kv_links import LayerLink, LearnedLink, RotaryLink, select_positions
-from .links import WindowLinks
+from .base import Dependency, MemoryConfig, WindowCost, WindowSize, is_int
+from .kv_history import HistoryKVMemory
+from .kv_memory import KVMemory
+from .kv_slots import SlotSizes, slot_table
+from .links import BlockLayout
+from .selections.attention import AttentionSelection
+from .selections.base import Selection
+from .selections.dissimilar import DissimilarSelection
+from .selections.lookup import LookupSelection
+from .selections.merged import MergedSelection
+from .slot_links import Send, SlotLinks, slot_links
+
+SELECTIONS: dict[str, Callable[[], Selection]] = {
+    "attention": AttentionSelection,
+    "dissimilar": DissimilarSelection,
+    "merged": MergedSelection,
+    "lookup": LookupSelection,
+}
+GROUPS = {"merged": 4, "lookup": 32}  # positions that are selected together, by default; others are selected singly
+ARCHIVE = 4096  # positions to look up, by default
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,14 @@ class KVMemoryConfig(MemoryConfig):
 
     Attributes:
         recent: most recent positions whose keys and values are carried. By default half a window, less the sinks.
+        far: positions that are carried although they have left the recent ones. Not needed to read further back than a
+            window, which `recent` does by itself.
+        selection: which positions these are: "attention" (those that get most attention), "dissimilar" (whose keys are
+            least like the others), "merged" (averages of neighbours), or "lookup" (groups of neighbours out of an
+            archive, anew for every window).
+        group: how many neighbours are averaged ("merged", by default 4) or looked up together ("lookup", 32).
+        archive: for "lookup", how many positions are kept to be looked up; by default 4,096. The state grows by them,
+            what a window attends to does not.
         sinks: attention sinks: initial positions of a document whose keys and values are always carried. Many models
             direct unneeded attention there. By default 4, or fewer in small windows.
     """
@@ -44,18 +65,33 @@ class KVMemoryConfig(MemoryConfig):
 
     recent: int | None = None
     sinks: int | None = None
+    far: int = 0
+    selection: str = "attention"
+    group: int | None = None
+    archive: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("recent", 1), ("sinks", 0)):
+        for name, least in (("recent", 1), ("sinks", 0), ("far", 0), ("group", 1), ("archive", 1)):
             value = getattr(self, name)
-            self._require(name, value is None or (is_int(value) and value >= least), f"an integer from {least}")
+            optional = value is None and name != "far"
+            self._require(name, optional or (is_int(value) and value >= least), f"an integer from {least}")
+        self._require("selection", self.selection in SELECTIONS, "one of " + ", ".join(map(repr, SELECTIONS)))
+        for name, kinds in (("group", [*GROUPS]), ("archive", ["lookup"])):
+            fits = self.selection in kinds and self.far > 0
+            needed = f"left out: it needs far, and selection={' or '.join(map(repr, kinds))}"
+            self._require(name, getattr(self, name) is None or fits, needed)
+        if self.selection == "lookup" and self.far:
+            sizes = self.slot_sizes
+            self._require("far", self.far % sizes.group == 0, f"a multiple of {sizes.group}, the positions of a group")
+            valid = sizes.archive % sizes.group == 0 and sizes.archive >= self.far
+            self._require("archive", valid, f"a multiple of {sizes.group}, the positions of a group, and at least far")
 
     def resolve(self, size: WindowSize) -> "KVMemoryConfig":
         stride = size.capacity - size.overlap
         half = min(size.window // 2, stride)
         sinks, recent = self.sinks, self.recent
         if sinks is None:
-            room = half // 2 if recent is None else stride - recent
+            room = half // 2 if recent is None or recent > stride or self.far else stride - recent
             sinks = max(min(DEFAULT_SINKS, half // 2, room), 0)
         if recent is None:
             if sinks >= max(half, 1):
@@ -64,28 +100,50 @@ class KVMemoryConfig(MemoryConfig):
                     "Give recent as well, or fewer sinks."
                 )
             recent = max(half - sinks, 1)
-        if recent + sinks > stride:  # a document's first positions would be carried twice
-            raise ValueError(
-                f"KVMemoryConfig: recent={recent} and sinks={sinks} are {recent + sinks} positions to carry, and a "
-                f"window adds only {stride} new ones (window={size.window}, overlap={size.overlap}). Use "
-                f"recent={max(stride - sinks, 1)} or less, or a larger window."
-            )
         return replace(self, recent=recent, sinks=sinks)
+
+    def needs_history(self, size: WindowSize) -> bool:
+        """All that is carried fits into what a window adds, or some of it comes from further back."""
+        return self.far > 0 or self.carried > size.capacity - size.overlap
+
+    @property
+    def selects(self) -> bool:
+        method = self.selection_method
+        return method is not None and method.dynamic
+
+    def slot_links(self, block: BlockLayout, rotary: bool, send: Send) -> SlotLinks:
+        return slot_links(slot_table(block, self.slot_sizes, self.selects), block.width, block.num_first, rotary, send)
 
     @property
     def carried(self) -> int:
         """Positions carried in all (after `resolve`)."""
-        return (self.recent or 0) + (self.sinks or 0)
+        return self.slot_sizes.total
 
-    def min_capacity(self, overlap: int, trained_overlap: int) -> int:
-        return overlap + max(1, self.carried)
+    @property
+    def selection_method(self) -> Selection | None:
+        """How far positions are selected; None if there are none."""
+        return SELECTIONS[self.selection]() if self.far else None
+
+    @property
+    def slot_sizes(self) -> SlotSizes:
+        """The positions carried, by kind (after `resolve`)."""
+        group = (self.group or GROUPS.get(self.selection, 1)) if self.far else 1
+        archive = 0
+        if self.far and self.selection == "lookup":
+            archive = self.archive or max(ARCHIVE // group * group, group, self.far)
+        averaged = self.selection == "merged"
+        return SlotSizes(self.sinks or 0, self.far, self.recent or 0, group, averaged, archive)
+
+    def min_capacity(self, overlap: int, size: WindowSize) -> int:
+        return overlap + (1 if self.needs_history(size) else max(1, self.carried))
 
     def default_window(self, usable: int) -> int:
-        """Window and carried positions together fill the positions: of 512, a window of 341 with half of it carried."""
+        """Window and carried positions together fill the positions: of 512, a window of 341 with half of it carried. A
+        window is no shorter than a quarter of the positions: short ones are slow."""
         if self.recent is None:
             return min(MAX_DEFAULT_WINDOW, (2 * usable + 1) // 3)
-        carried = self.recent + (DEFAULT_SINKS if self.sinks is None else self.sinks)
-        return min(MAX_DEFAULT_WINDOW, max(usable - carried, carried))
+        carried = self.recent + self.far + (DEFAULT_SINKS if self.sinks is None else self.sinks)
+        return min(MAX_DEFAULT_WINDOW, max(usable - carried, usable // 4, 1))
 
     @property
     def extra_positions(self) -> int:
@@ -94,139 +152,27 @@ class KVMemoryConfig(MemoryConfig):
     def state_shape(self, base: PreTrainedConfig, architecture: Architecture) -> tuple[int, ...]:
         """Layers, 2 (keys and values), heads, positions, size of a key."""
         heads, size = architecture.kv_heads(base)
-        return base.num_hidden_layers, 2, heads, self.carried, size
+        return base.num_hidden_layers, 2, heads, self.slot_sizes.stored, size
 
     def flops(self, cost: WindowCost) -> float:
-        return 4 * cost.attention_width * self.carried * sum(cost.queries)  # they are attended to, nothing else
+        attended = 4 * cost.attention_width * self.carried * sum(cost.queries)
+        selection = self.selection_method
+        return attended + (0.0 if selection is None else selection.flops(cost, self.slot_sizes))
 
     def signature(self) -> str:
-        return f" ({self.sinks} sinks + {self.recent} recent)"
+        sizes = self.slot_sizes
+        far = f" + {self.far} far, {self.selection} {sizes.group}/{sizes.archive}" if self.far else ""
+        return f" ({self.sinks} sinks + {self.recent} recent{far})"
 
     def describe(self) -> str:
         sinks = f" and the first {self.sinks}" if self.sinks else ""
-        return f"keys and values of the {self.recent} most recent positions{sinks}"
+        far = f" and {self.far} far ones ({self.selection})" if self.far else ""
+        return f"keys and values of the {self.recent} most recent positions{sinks}{far}"
 
     def usage_note(self) -> str:
         return "Carried keys and values help without training, and more with it."
 
-    def build(self, base: PreTrainedConfig, architecture: Architecture, window: int) -> "KVMemory":
-        return KVMemory(self, self.state_shape(base, architecture), window, learned_positions=not architecture.rotary)
-
-
-class KVMemory(Memory):
-    """Selects the positions to carry, and moves their keys and values to where they stand before the next window.
-
-    Rotary positions are relative: keys are re-rotated. Learned positions are vectors added to the input: the base model
-    gives the window's tokens later ones, and carried keys and values are moved by the difference of two position
-    offsets, the average contribution of a position to keys and values. Offsets are measured (`models.position_offsets`)
-    and trained with the rest.
-    """
-
-    records_kv = True
-    uses_previous = True
-
-    def __init__(self, config: KVMemoryConfig, shape: tuple[int, ...], window: int, learned_positions: bool):
-        """
-        Args:
-            shape: of one row's keys and values, (L, 2, heads, S, d).
-        """
-        super().__init__(shape)
-        assert config.recent is not None, "the config is not resolved"
-        assert config.sinks is not None, "the config is not resolved"
-        self.recent, self.sinks, self.carried = config.recent, config.sinks, config.carried
-        *sides, _, size = shape
-        offsets = torch.zeros(*sides, window + self.carried, size)
-        self.position_offsets = nn.Parameter(offsets) if learned_positions else None
-        self._measured = False
-
-    @property
-    def ready(self) -> bool:
-        """Position offsets are measured, or not needed."""
-        if not self._measured:
-            self._measured = self.position_offsets is None or bool(self.position_offsets.any())
-        return self._measured
-
-    def layers(self) -> tuple[int, ...]:
-        return tuple(range(1, self.shape[0] + 1))
-
-    def read(self, state: Tensor, context: HookContext) -> None:
-        """Give every layer its keys and values, each [B, heads, S, d]."""
-        pairs = (both.unbind(1) for both in state.unbind(1))
-        for layer, (keys, values) in enumerate(pairs, start=1):
-            context.add_past_kv(layer, (keys, values))
-
-    def read_block(self, state: Tensor | None, context: HookContext, links: WindowLinks, rotation: Rotation) -> None:
-        """Connect the windows of a block in every layer."""
-        context.num_first = links.num_first
-        entering = [None] * self.shape[0] if state is None else state.unbind(1)
-        for layer, moves in enumerate(self._moves(links, rotation)):
-            link: type[LayerLink] = RotaryLink if self.position_offsets is None else LearnedLink
-            context.links[layer + 1] = link(
-                links, entering[layer], self.sinks, self.recent, self.like.dtype, **moves
-            )  # fmt: skip
-
-    def write_block(self, context: HookContext) -> Tensor:
-        links = [context.links[layer] for layer in self.layers()]
-        return torch.stack([link.leaving.to(self.like.device) for link in links], dim=1)  # type: ignore[attr-defined]
-
-    def _moves(self, links: WindowLinks, rotation: Rotation) -> list[dict[str, Any]]:
-        """For each layer, how keys and values are moved from their window to where the next one sees them."""
-        start, begin = links.starts, links.next_start - self.recent
-        if self.position_offsets is None:
-            recent, sinks = rotation(links.next_start - start), rotation(self.carried)
-            return [
-                {"recent_rotation": (recent[0][:, layer], recent[1][:, layer]),
-                 "sink_rotation": (sinks[0][:, layer], sinks[1][:, layer])}
-                for layer in range(self.shape[0])
-            ]  # fmt: skip
-        there = select_positions(self.position_offsets, start + self.sinks, self.recent)
-        there = there if there.ndim == 6 else there[None]  # [1 or P, L, 2, heads, K, d]
-        shifts = [
-            there - select_positions(self.position_offsets, at, self.recent) for at in (begin, begin + self.carried)
-        ]
-        by_layer = zip(*(shift.unbind(1) for shift in shifts), strict=True)
-        return [{"first_shift": first, "other_shift": other} for first, other in by_layer]
-
-    def shift_positions(self, positions: Tensor, prefix_lengths: Tensor | int) -> Tensor | None:
-        """Learned positions: the prefix keeps its own, all others move behind what is carried."""
-        if self.position_offsets is None:
-            return None
-        return torch.where(positions < prefix_lengths, positions, positions + self.carried)
-
-    def write(self, record: WindowRecord, span: Span, previous: Tensor | None) -> Tensor:
-        start = record.start(span, self.like.device)
-        recent = self._recent(record, start, span.next_start, previous is not None)
-        if not self.sinks:
-            return recent
-        if previous is not None:
-            sinks = previous[..., : self.sinks, :]
-        else:
-            count = min(self.sinks, span.next_start - start) if isinstance(start, int) else self.sinks
-            sinks = self._move(record, start, count, start, has_state=False)
-            sinks = pad(sinks, (0, 0, 0, self.sinks - sinks.shape[-2]))
-        return torch.cat([sinks, recent], dim=-2)
-
-    def write_tokens(self, features: Tensor, record: WindowRecord, span: Span, previous: Tensor | None) -> Tensor:
-        return self.write(record, span, previous)  # a cache holds keys and values anyway
-
-    def _recent(self, record: WindowRecord, start: int | Tensor, next_start: int, has_state: bool) -> Tensor:
-        """The most recent positions before the next window's start."""
-        begin = next_start - self.recent
-        begin = max(begin, start) if isinstance(start, int) else begin
-        count = next_start - begin
-        recent = self._move(record, begin, count, start + self.carried - count, has_state)
-        missing = self.recent - count  # only at a document's end, where no window follows
-        return pad(recent, (0, 0, missing, 0)) if missing else recent
-
-    def _move(self, record: WindowRecord, begin: int | Tensor, count: int, to: int | Tensor, has_state: bool) -> Tensor:
-        """Keys and values [B, L, 2, heads, count, d] of positions from `begin` on, moved to positions from `to` on."""
-        # A window with a state stands behind the carried positions. (Rotary windows always count as if they did.)
-        behind = 0 if not has_state and self.position_offsets is not None else self.carried
-        # One stack of all layers: the state is large, and every pass over it costs time.
-        tensors = [select_positions(x, begin, count).to(self.like.device) for pair in record.window_kv for x in pair]
-        pairs = torch.stack(tensors, dim=1).unflatten(1, (-1, 2))
-        position = begin + behind
-        if self.position_offsets is None:
-            return record.rerotate(pairs.to(self.like.dtype), position - to)
-        there, here = (select_positions(self.position_offsets, at, count) for at in (to, position))
-        return (pairs + (there - here)).to(self.like.dtype)
+    def build(self, base: PreTrainedConfig, architecture: Architecture, size: WindowSize) -> KVMemory:
+        memory = HistoryKVMemory if self.needs_history(size) else KVMemory
+        shape = self.state_shape(base, architecture)
+        return memory(self, shape, size.window, learned_positions=not architecture.rotary)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backbones.architectures import rotate_keys
 from ..backbones.attention import KV
+from ..backbones.rotations import rotate_keys
 from ..backbones.split_windows import split_windows
 from .links import WindowLinks, detached_where, gather_previous, gather_sources
 
@@ -39,7 +39,7 @@ class LayerLink:
         self.recent = recent
         self.dtype = dtype
 
-    def __call__(self, key: Tensor, value: Tensor) -> tuple[KV, KV, KV | None]:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[KV, KV, KV | None]:
         """The keys and values of the first windows, of the others, each [P - F, heads, T, d], and the carried ones that
         these see, each [P - F, heads, S, d]."""
         *keys, leaving_keys = self._receive(key, side=0)

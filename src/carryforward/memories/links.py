@@ -8,10 +8,54 @@ neighbour in the same call. The index tensors here say which window that is.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .slot_links import SlotLinks
+
+
+@dataclass(frozen=True)
+class DocumentWindows:
+    """The windows of one document in a block, for memories that reach further than one window back.
+
+    Attributes:
+        windows: their numbers in the block, in order.
+        tokens: for each, how many tokens of the document come before it, counted from where its memory begins.
+        finished: how many of them pass on a state, from the first on.
+        after: how many tokens come before the window that follows the last finished one.
+        state: the row of the entering state that the first one receives; None if it is the document's first window.
+        start: the position of a window's first document token, after its prefix.
+        detach: for each window, whether truncated BPTT detaches what it receives.
+    """
+
+    windows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    finished: int
+    after: int
+    state: int | None
+    start: int
+    detach: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Which windows a block has, for memories that reach further than one window back.
+
+    Attributes:
+        documents: the windows of each document.
+        num_windows: P; the first `num_first` of them receive nothing.
+        width: positions of a window.
+        state_rows: rows of the entering state.
+    """
+
+    documents: tuple[DocumentWindows, ...]
+    num_windows: int
+    num_first: int
+    width: int
+    state_rows: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +78,7 @@ class WindowLinks:
         detach_first: likewise for its document's first positions: some window on the way to it detaches them.
         last_detach_first: likewise for the states that leave, [W].
         prefix_lengths: where windows have prefixes of their own, their lengths, [P, 1].
+        slots: where each window finds what it sees of its past, if a memory needs more than the window before.
     """
 
     num_first: int
@@ -48,6 +93,7 @@ class WindowLinks:
     detach_first: Tensor | None = None
     last_detach_first: Tensor | None = None
     prefix_lengths: Tensor | None = None
+    slots: "SlotLinks | None" = None
 
     @property
     def starts(self) -> int | Tensor:
@@ -64,7 +110,7 @@ class WindowLinks:
     def copy(self) -> "WindowLinks":
         """The same with tensors of its own."""
         copies: dict[str, Any] = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        return self.replace(**copies)
+        return self.replace(slots=None if self.slots is None else self.slots.copy(), **copies)
 
     def replace(self, **values: Any) -> "WindowLinks":
         """The same with other values in some fields."""
@@ -72,7 +118,7 @@ class WindowLinks:
 
     def layout(self) -> tuple[Any, ...]:
         """What must be equal for the same code to run with other index tensors of the same sizes."""
-        return self.next_start, self.start, *self.tensors()
+        return self.next_start, self.start, *self.tensors(), None if self.slots is None else self.slots.layout()
 
 
 def gather_sources(windows: Tensor, state: Tensor | None, sources: Tensor) -> Tensor:

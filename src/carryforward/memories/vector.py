@@ -22,7 +22,7 @@ from ..backbones.architectures import Architecture, architecture_of
 from ..backbones.hooks import HookContext
 from ..presets import PAPER_WINDOW
 from ..windows import Span
-from .base import Dependency, Memory, MemoryConfig, WindowCost, WindowRecord, is_int
+from .base import Dependency, Memory, MemoryConfig, WindowCost, WindowRecord, WindowSize, is_int
 
 Pooling = Literal["mean", "max", "attention"]
 PooledLayers = Literal["all", "last", "below"]
@@ -81,8 +81,8 @@ class VectorMemoryConfig(MemoryConfig):
         number = isinstance(std, int | float) and not isinstance(std, bool)
         self._require("init_std", number and 0 <= std < math.inf, "a finite number, 0 or more")
 
-    def min_capacity(self, overlap: int, trained_overlap: int) -> int:
-        return self.slots + max(overlap - trained_overlap, 0)  # see `RecurrenceConfig.pooled`
+    def min_capacity(self, overlap: int, size: WindowSize) -> int:
+        return self.slots + max(overlap - size.overlap, 0)  # see `RecurrenceConfig.pooled`
 
     def default_window(self, usable: int) -> int:
         return min(PAPER_WINDOW, usable)
@@ -151,12 +151,14 @@ class VectorMemoryConfig(MemoryConfig):
     def usage_note(self) -> str:
         return "A pooled vector must be trained; its gain grows slowly with the number of training tokens."
 
-    def build(self, base: PreTrainedConfig, architecture: Architecture, window: int) -> "VectorMemory":
+    def build(self, base: PreTrainedConfig, architecture: Architecture, size: WindowSize) -> "VectorMemory":
         return VectorMemory(self, base.num_hidden_layers, base.hidden_size)
 
 
 class VectorMemory(Memory):
     """Pools the outputs of all layers over a window (z) and maps them to the carried vectors (h_prev)."""
+
+    holds_vectors = True
 
     def __init__(self, config: VectorMemoryConfig, num_layers: int, hidden_size: int):
         insertion_layers = config.insertion_layers(num_layers)

@@ -6,20 +6,25 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging
 
-from ..backbones.architectures import architecture_of
+from ..backbones.architectures import Architecture, architecture_of, is_discovered, is_known, store_architecture
 from ..backbones.attention import unwrapped_name
+from ..backbones.discovery import NotUnderstood, discover
 from ..config import RecurrenceConfig, RecurrentModelConfig, default_window
 from ..data.tokenization import check_tokenizer
 from ..memories.kinds import MemoryChoice
+from ..memories.reach import Reach, check_reach, memory_with_reach
 from ..memories.vector import VectorMemoryConfig
 from ..presets import PAPER_QA_WINDOW, PRESET_MEMORIES
 from ..utils.checkpoints import fingerprint
+from ..utils.checks import check_flag
 from ..utils.peft import check_no_adapters
+from . import verification
 from .base import RecurrentPreTrainedModel
 from .causal_lm import RecurrentForCausalLM
 from .encoders import RecurrentForMaskedLM, RecurrentForSequenceClassification, RecurrentForTokenClassification
@@ -50,9 +55,11 @@ def add_recurrence(
     *,
     preset: str | None = None,
     memory: MemoryChoice | None = None,
+    reach: Reach | None = None,
     tokenizer: Any = None,
     documents: Sequence[Any] | None = None,
     head: Literal["question-answering"] | None = None,
+    verify: bool | None = None,
     **fields: Any,
 ) -> RecurrentPreTrainedModel:
     """Turn a transformer into a recurrent one that reads documents of any length in the memory of one window.
@@ -65,12 +72,18 @@ def add_recurrence(
         config: the recurrence. By default `preset` and the arguments below decide.
         preset: "recommended" (the default): keys and values of half a window. "paper": a pooled vector, which must be
             trained; for question answering that of section 5.4.
-        memory: what is carried, instead of the preset's: "kv", "vector", a memory config, or a list of these.
+        memory: what is carried, instead of the preset's: "kv", "vector", "tokens", "associative", a memory config, or
+            a list of these.
+        reach: how many positions of its past a window sees in all: a number (2000), or the memory that one row's state
+            may take in the model's precision ("64MB", "1.5 GB"). It sets the size of the memory "kv", instead of
+            `recent` and `far`: attention sinks, and the most recent positions. It may be more than a window.
         tokenizer: the model's tokenizer, which is then saved with it. The special tokens that an encoder's tokenizer
             puts around a text are put around every window.
         documents: texts, or token ids without special tokens, to measure position offsets on, if keys and values are
             carried and positions are learned. By default the built-in text, Python's documentation, is used.
         head: "question-answering" gives an encoder without a head a new one.
+        verify: compare a few tokens read in windows with the model's own forward pass, and refuse a model that does not
+            do with a state what it must. By default models are verified whose type is not in the table of known ones.
         **fields: further fields of `RecurrenceConfig`, on top of `config` if both are given. The default window leaves
             room for what is carried.
 
@@ -85,30 +98,25 @@ def add_recurrence(
     check_no_adapters(model)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
-    architecture = architecture_of(model.config)
+    _use_sdpa(model)
+    architecture = ensure_architecture(model)
     if head is not None:
         model = _with_head(model, head)
     cls = _head_of(model, architecture.causal)
-    _check_attention(model)
+    check_flag("verify", verify, optional=True)
     if tokenizer is not None:
         check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
         fields = {**_special_fields(cls, architecture.causal, tokenizer), **fields}
-    if config is None:
-        answers = cls is RecurrentForQuestionAnswering
-        recurrence = recurrence_of(model.config, preset=preset, memory=memory, question_answering=answers, **fields)
-    else:
-        recurrence = _override(config, preset, memory, fields)
+    recurrence = _choose(model, cls, config, preset, memory, reach, fields)
     if not architecture.causal and tokenizer is None and "prefix" not in fields and not recurrence.prefix:
         logger.warning(
             "%s windows get no special tokens. Give add_recurrence(tokenizer=...) to put its own around every window, "
             "or prefix=() for none.", model.config.model_type,
         )  # fmt: skip
-    result = cls(RecurrentModelConfig(base_config=model.config, recurrence=recurrence), base=model)
-    if getattr(model, "generation_config", None) is not None:
-        result.generation_config = savable(copy.deepcopy(model.generation_config))
-    for part in result.children():
-        if part is not model:
-            part.to(device=model.device if model.device.type != "meta" else None, dtype=model.dtype)
+    verified = _verified(model, cls) if verify or (verify is None and is_discovered(model.config)) else None
+    result = _build(
+        model, cls, RecurrentModelConfig(base_config=model.config, recurrence=recurrence, verified=verified)
+    )
     if needs_position_offsets(result):
         _measure(result, documents, tokenizer)
     result.tokenizer = tokenizer
@@ -118,17 +126,70 @@ def add_recurrence(
     return result.train(model.training)
 
 
+def _choose(
+    model: PreTrainedModel,
+    cls: type[RecurrentPreTrainedModel],
+    config: RecurrenceConfig | None,
+    preset: str | None,
+    memory: MemoryChoice | None,
+    reach: Reach | None,
+    fields: dict[str, Any],
+) -> RecurrenceConfig:
+    """The recurrence that arguments of `add_recurrence` ask for."""
+    if config is None:
+        answers = cls is RecurrentForQuestionAnswering
+        return recurrence_of(
+            model.config, preset=preset, memory=memory, reach=reach, dtype=model.dtype, question_answering=answers,
+            **fields,
+        )  # fmt: skip
+    recurrence = _override(config, preset, memory, fields)
+    return recurrence if reach is None else _override_reach(recurrence, reach, model)
+
+
+def _build(
+    model: PreTrainedModel, cls: type[RecurrentPreTrainedModel], config: RecurrentModelConfig
+) -> RecurrentPreTrainedModel:
+    """The recurrent model, with what it adds where the model is."""
+    result = cls(config, base=model)
+    if getattr(model, "generation_config", None) is not None:
+        result.generation_config = savable(copy.deepcopy(model.generation_config))
+    for part in result.children():
+        if part is not model:
+            part.to(device=model.device if model.device.type != "meta" else None, dtype=model.dtype)
+    return result
+
+
+def _verified(model: PreTrainedModel, cls: type[RecurrentPreTrainedModel]) -> dict[str, str]:
+    verification.verify(model, cls)
+    return verification.record_of(model)
+
+
+def ensure_architecture(model: PreTrainedModel) -> Architecture:
+    """A model's architecture; that of a type which is not in the table is discovered."""
+    if not is_known(model.config):
+        try:
+            store_architecture(model.config, discover(model))
+        except NotUnderstood as error:
+            raise ValueError(
+                f"Recurrence cannot be added to a model of type {model.config.model_type!r}: {error}. Models whose "
+                f"attention is transformers' AttentionInterface, in a list of like layers, are supported."
+            ) from error
+    return architecture_of(model.config)
+
+
 def recurrence_of(
     base: PreTrainedConfig,
     *,
     preset: str | None = None,
     memory: MemoryChoice | None = None,
+    reach: Reach | None = None,
+    dtype: torch.dtype = torch.float32,
     window: int | None = None,
     question_answering: bool = False,
     **fields: Any,
 ) -> RecurrenceConfig:
     """The recurrence for a base model, with defaults that depend on it: the window, and the paper's module for question
-    answering. Arguments as in `add_recurrence`."""
+    answering. Arguments as in `add_recurrence`; `dtype` is the model's, for a reach that is an amount of memory."""
     preset = "recommended" if preset is None else preset
     if preset not in PRESET_MEMORIES:
         raise ValueError(f"preset={preset!r}: there are {', '.join(map(repr, PRESET_MEMORIES))}.")
@@ -136,11 +197,15 @@ def recurrence_of(
     choices = memory if isinstance(memory, list | tuple) else [memory]
     if question_answering:
         choices = [_question_answering_default(choice, base) for choice in choices]  # type: ignore[arg-type]
+    if reach is not None:
+        choices = [memory_with_reach(reach, choices, base, dtype)]  # type: ignore[arg-type]
     if window is None:
         window = default_window(base, choices)  # type: ignore[arg-type]
         if question_answering:
             only_vector = all(_kind(choice) == VectorMemoryConfig.kind for choice in choices)
             window = min(PAPER_QA_WINDOW, architecture_of(base).max_positions(base) if only_vector else window)
+    if reach is not None:
+        check_reach(reach, choices[0], window, base)  # type: ignore[arg-type]
     return RecurrenceConfig(window=window, memory=choices, **fields)  # type: ignore[arg-type]
 
 
@@ -169,6 +234,13 @@ def _override(
     config = RecurrenceConfig(**config) if isinstance(config, dict) else config
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return RecurrenceConfig(**{**values, **({} if memory is None else {"memory": memory}), **fields})
+
+
+def _override_reach(config: RecurrenceConfig, reach: Reach, model: PreTrainedModel) -> RecurrenceConfig:
+    """A config with another reach."""
+    memory = memory_with_reach(reach, config.memory, model.config, model.dtype)
+    check_reach(reach, memory, config.window, model.config)
+    return dataclasses.replace(config, memory=memory)
 
 
 def _measure(model: RecurrentPreTrainedModel, documents: Sequence[Any] | None, tokenizer: Any) -> None:
@@ -233,8 +305,10 @@ def _with_head(model: PreTrainedModel, head: str) -> PreTrainedModel:
         raise ValueError(
             f"head={head!r}: {type(model).__name__} has a head already. Give its encoder, model.base_model."
         )
-    if architecture_of(model.config).answer is None:
+    if architecture_of(model.config).causal:
         raise ValueError(f"head={head!r}: {model.config.model_type} is causal. Answers are found by encoders.")
+    if model.config.model_type not in auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES:
+        raise ValueError(f"head={head!r}: transformers has none for models of type {model.config.model_type!r}.")
     headed = transformers.AutoModelForQuestionAnswering.from_config(model.config).to(model.device, model.dtype)
     backbone = headed.base_model
     for name, _ in list(backbone.named_children()):
@@ -255,13 +329,12 @@ def _head_of(model: PreTrainedModel, causal: bool) -> type[RecurrentPreTrainedMo
     )
 
 
-def _check_attention(model: PreTrainedModel) -> None:
+def _use_sdpa(model: PreTrainedModel) -> None:
+    """Switch a model from an attention function that cannot show the state to every query."""
     implementation = unwrapped_name(model.config._attn_implementation)
     if implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"attn_implementation={implementation!r} cannot show the state to every query. "
-            'Call model.set_attn_implementation("sdpa") first ("eager" works too).'
-        )
+        model.set_attn_implementation("sdpa")
+        logger.warning('attn_implementation=%r cannot show a state to every query: "sdpa" is used.', implementation)
 
 
 def savable(config: GenerationConfig) -> GenerationConfig:

@@ -8,8 +8,7 @@ together (`outputs`). How one window batch runs is in `window_runner`; heads say
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -42,18 +41,6 @@ from .window_runner import WindowRunner
 logger = logging.get_logger(__name__)
 
 
-@contextmanager
-def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 class RecurrentPreTrainedModel(WindowRunner):
     """A base model (`base`) with memories (`memory`) that reads documents of any length."""
 
@@ -81,7 +68,7 @@ class RecurrentPreTrainedModel(WindowRunner):
             for module in base.modules():  # `post_init` must not initialise the user's weights
                 module._is_hf_initialized = True  # type: ignore[assignment]
         recurrence, architecture = config.recurrence, config.architecture
-        self.memory = Memories(recurrence.memories, config.base_config, architecture, recurrence.window)
+        self.memory = Memories(recurrence.memories, config.base_config, architecture, recurrence.size)
         hooks.install(self.backbone, architecture)
         self.graph_cache = GraphCache()
         self.activation_budget = ActivationBudget()
@@ -210,6 +197,9 @@ class RecurrentPreTrainedModel(WindowRunner):
             allow_other_model=allow_other_model,
         )  # fmt: skip
         return self._state(plan, run_windows.advance_state(self, plan, self.activation_budget, self.graph_cache))
+
+    def _grouped_mm_can_dispatch(self) -> bool:
+        return True  # a mixture of experts: the base model was asked when it was made
 
     # --- state, vocabulary, speed --------------------------------------------------------------------------------
 
@@ -343,4 +333,8 @@ class RecurrentPreTrainedModel(WindowRunner):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as every Hugging Face model does; weights that are missing or do not fit are an error."""
-        return checkpoints.load_strictly(super().from_pretrained, cls, pretrained_model_name_or_path, *args, **kwargs)
+        from .verification import verify_again  # it makes models of its own
+
+        loaded = checkpoints.load_strictly(super().from_pretrained, cls, pretrained_model_name_or_path, *args, **kwargs)
+        verify_again(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded

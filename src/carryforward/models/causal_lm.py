@@ -13,10 +13,10 @@ from ..engine.loss import projected_nll_sum
 from ..engine.window_model import WindowInputs
 from ..state import State
 from . import argument_checks
-from .generation import Generation
+from .generation.generate import Generation, check_cache
+from .generation.window_cache import WindowCache
 from .outputs import RecurrentOutput, columns_to_keep
 from .token_model import TokenOutputModel
-from .window_cache import WindowCache, check_cache
 
 
 class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # transformers looks for the last by name

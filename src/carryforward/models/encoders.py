@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.utils import can_return_tuple
 
+from ..backbones.heads import check_first_token, classify
+from ..config import RecurrentModelConfig
 from ..engine.window_program import OutputSpec
 from ..state import State
 from ..utils.checks import check_flag
@@ -124,6 +127,10 @@ class RecurrentForSequenceClassification(EncoderHead):
     auto_class = "AutoModelForSequenceClassification"
     accepts_loss_kwargs = False  # one label a document: `Trainer` may average by itself
 
+    def __init__(self, config: RecurrentModelConfig, base: PreTrainedModel | None = None):
+        check_first_token(config.base_config)
+        super().__init__(config, base)
+
     def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         return (self.backbone(**inputs).last_hidden_state[:, 0].clone(),)  # a view would keep the whole window alive
 
@@ -145,7 +152,7 @@ class RecurrentForSequenceClassification(EncoderHead):
         logits = loss = None
         if final:
             assert summary is not None, "documents that end have had a window"
-            logits = self.config.architecture.classify(self.base, summary)  # type: ignore[misc]
+            logits = classify(self.base, summary)
             loss = None if labels is None else ForSequenceClassificationLoss(labels, logits, self.config)
         emitted = torch.tensor(plan.emitted())
         logits = logits if returns_logits else None

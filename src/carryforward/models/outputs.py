@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 from ..engine.batch_plan import BatchPlan
 from ..engine.window_batches import WindowBatch
 from ..state import State
-from .window_cache import WindowCache
+from .generation.window_cache import WindowCache
 
 
 @dataclass

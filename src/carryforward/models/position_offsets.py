@@ -17,15 +17,17 @@ from transformers.utils import logging
 
 from ..backbones import attention
 from ..backbones.hooks import HookContext
+from ..backbones.modes import eval_mode
 from ..data.documents import load_documents
 from ..data.tokenization import check_tokenizer, token_array
-from ..memories.kv import KVMemory, KVMemoryConfig
-from ..settings import PYTHON_DOCS
+from ..memories.kv import KVMemoryConfig
+from ..memories.kv_memory import KVMemory
+from ..settings.recurrence import PYTHON_DOCS
 from ..utils.checks import check_callable, check_count
 from ..utils.peft import get_recurrent_model
 from ..utils.progress import ProgressBar, ProgressCallback
 from . import argument_checks
-from .base import RecurrentPreTrainedModel, eval_mode
+from .base import RecurrentPreTrainedModel
 
 logger = logging.get_logger(__name__)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, can_return_tuple
 
+from ..backbones.heads import answer_scores
 from ..config import RecurrentModelConfig
 from ..engine.loss import to_float32
 from ..engine.window_batches import WindowBatch
@@ -62,7 +63,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
     def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         """Scores for starts and ends [b, n, 2], and the first token's vector [b, k]."""
         hidden = self.backbone(**inputs).last_hidden_state
-        scores = self.config.architecture.answer(self.base, hidden)  # type: ignore[misc]
+        scores = torch.stack(answer_scores(self.base, hidden), dim=-1)
         return scores, hidden[:, 0].clone()  # a view would keep every window alive
 
     def heads(self) -> list[tuple[str, nn.Module]]:

@@ -2,6 +2,7 @@
 """How a model runs one window batch: the state enters the base model, the window's loss or outputs come out, and the
 states it passes on. The engine calls `run_window`; heads say what a window gives out."""
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from transformers import PreTrainedModel
 
 from ..backbones import attention
 from ..backbones.hooks import HookContext
+from ..backbones.kv_layout import KVLayout
+from ..backbones.memory_positions import MemoryPositions
 from ..config import RecurrentModelConfig
 from ..engine.window_model import WindowInputs, WindowOutputs
 from ..memories.collection import Memories
@@ -25,7 +28,12 @@ class WindowRunner(PreTrainedModel):
     @property
     def backbone(self) -> PreTrainedModel:
         """The base model without its head."""
-        return self.base.base_model  # type: ignore[return-value]
+        return self.config.architecture.backbone_of(self.base)
+
+    @functools.cached_property
+    def kv_layouts(self) -> list[KVLayout]:
+        """See `Architecture.kv_layouts`."""
+        return self.config.architecture.kv_layouts(self.backbone)
 
     def run_window(self, window: WindowInputs) -> WindowOutputs:
         """Run one window: its loss or outputs, and the states it passes on. See `engine.window_model.WindowModel`."""
@@ -37,11 +45,22 @@ class WindowRunner(PreTrainedModel):
             outputs = *self._window_outputs(inputs, window.start), *context.attention_to_state.values()
         else:
             self.backbone(**inputs)
-        layer_outputs, window_kv = context.take_layer_outputs(), context.take_window_kv()
+        layer_outputs, window_kv, layer_after = (
+            context.take_layer_outputs(), context.take_window_kv(), context.take_layer_after()
+        )  # fmt: skip
         if window.links is not None:
             return outputs, (self.memory.write_block(context),) if window.spans else ()
         states = (
-            self.memory(layer_outputs, window_kv, span, previous, self.rerotate, window.prefix_lengths)
+            self.memory(
+                layer_outputs,
+                window_kv,
+                span,
+                previous,
+                self.rerotate,
+                window.prefix_lengths,
+                layer_after,
+                context.last_after,
+            )
             for span in window.spans
         )
         return outputs, tuple(states)
@@ -49,10 +68,11 @@ class WindowRunner(PreTrainedModel):
     def _base_inputs(self, window: WindowInputs) -> tuple[HookContext, dict[str, Tensor] | None, dict[str, Any]]:
         """The hooks' context of a window, the state it received, and the arguments of the base model's call."""
         context, ids = HookContext(), window.ids
-        context.record_attention = window.record_attention
-        if self.memory.records_kv:
+        context.record_attention, context.kv_layouts = window.record_attention, self.kv_layouts
+        passes_on = bool(window.spans) and window.links is None
+        context.record_kv = passes_on and self.memory.records_kv
+        if self.memory.wraps_attention:
             attention.use_wrapped_attention(self.backbone.config)
-            context.record_kv = bool(window.spans) and window.links is None
         inputs: dict[str, Any] = {
             "input_ids": ids, "attention_mask": window.mask, "hook_context": context, "return_dict": True,
         }  # fmt: skip
@@ -63,24 +83,47 @@ class WindowRunner(PreTrainedModel):
             self.memory.read_block(state, context, window.links, self.rotation)
         elif state is not None:
             self.memory.read(state, context)
-        if context.links or state is not None:
-            positions = self._shifted_positions(window, context.num_first)
-            if positions is not None:
-                inputs["position_ids"] = self.config.architecture.position_ids(self.backbone.config, positions)
+        elif window.begins:
+            self.memory.read_first(len(ids), context)
+        if passes_on:
+            self.memory.prepare_write(len(ids), context)
+        has_past = context.links or state is not None or context.before is not None
+        positions = self._shifted_positions(window) if has_past else None
+        if context.memory_positions is not None:
+            positions = self._with_memory_positions(context.memory_positions, positions, ids)
+        if positions is not None:
+            inputs["position_ids"] = self.config.architecture.position_ids(self.backbone.config, positions)
         if self.config.architecture.causal:
             inputs["use_cache"] = False
         return context, state, inputs
 
-    def _shifted_positions(self, window: WindowInputs, num_first: int) -> Tensor | None:
-        """The positions of a window batch [1 or b, n], the first windows of which receive nothing; None where the base
-        model counts by itself."""
+    def _shifted_positions(self, window: WindowInputs) -> Tensor | None:
+        """The positions of a window batch [1 or b, n], behind what is carried; None where the base model counts by
+        itself. The prefix keeps its own, and so do the first windows of a block, which receive nothing."""
+        links, device = window.links, window.ids.device
         rows, width = window.ids.shape
+        slots = None if links is None else links.slots
+        shift: Tensor | int | None = self.memory.position_shift if slots is None else slots.shift
+        if shift is None:
+            return None
         prefix = len(self.config.recurrence.prefix) if window.prefix_lengths is None else window.prefix_lengths
-        positions = torch.arange(width, device=window.ids.device)[None]
-        shifted = self.memory.shift_positions(positions, prefix)
-        if shifted is None or not num_first:
+        positions = torch.arange(width, device=device)[None]
+        shifted = positions + (shift if isinstance(shift, int) else shift[:, None])
+        shifted = torch.where(positions < prefix, positions, shifted)
+        if links is None or slots is not None or not links.num_first:
             return shifted
-        return torch.cat([positions.expand(num_first, -1), shifted.expand(rows, -1)[num_first:]])
+        return torch.cat([positions.expand(links.num_first, -1), shifted.expand(rows, -1)[links.num_first :]])
+
+    def _with_memory_positions(self, count: MemoryPositions, positions: Tensor | None, ids: Tensor) -> Tensor:
+        """The positions of a window [1 or b, n] with those of the memory around it. Behind an encoder's window they
+        follow a full one, so that they are the same whatever its length."""
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        end = positions[:, -1:] + 1
+        if not self.config.architecture.causal:
+            end = torch.full_like(end, self.config.recurrence.window + (self.memory.position_shift or 0))
+        before, after = (torch.arange(n, device=ids.device)[None] for n in (count.before, count.after))
+        return torch.cat([before.expand(len(positions), -1), positions, end + after], dim=1)
 
     def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         """What the head's output is made of, as in `WindowOutputs`; positions count from `start` on."""

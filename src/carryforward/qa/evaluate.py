@@ -18,7 +18,7 @@ import torch
 
 from ..engine.block_size import block_tokens
 from ..models.loading import Loaded, describe_question_answering, load_question_answering
-from ..settings import AnswerSettings
+from ..settings.commands import AnswerSettings
 from ..utils import console
 from ..utils.files import result_stem, write_json
 from ..utils.markdown import escape_markdown, markdown_table

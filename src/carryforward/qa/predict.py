@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ..backbones.modes import eval_mode
 from ..data.samples import batch_by_length, pad
 from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
 from ..models import argument_checks
-from ..models.base import eval_mode
 from ..models.loading import load_tokenizer
 from ..models.question_answering import ANSWER_KINDS, RecurrentForQuestionAnswering
 from ..utils.checks import check_count, check_flag

@@ -12,9 +12,10 @@ from transformers import AutoModel, AutoModelForQuestionAnswering, set_seed
 from ..config import RecurrentModelConfig
 from ..data.tokenization import tokenise_texts
 from ..models.add_recurrence import add_recurrence
-from ..models.loading import load_config, load_model, load_question_answering, load_tokenizer
+from ..models.loading import describe, load_question_answering, load_tokenizer
+from ..models.model_files import load_model
 from ..models.question_answering import RecurrentForQuestionAnswering
-from ..settings import QuestionSettings
+from ..settings.commands import QuestionSettings
 from ..training.callbacks import ResumableEarlyStoppingCallback, use_progress_bar
 from ..training.lifecycle import (
     apply_training_fields,
@@ -101,7 +102,7 @@ def _digest(questions: list[Question]) -> str:
 def _model(
     settings: QuestionSettings, tokenizer: Any, training: Sequence[Question], device: torch.device
 ) -> RecurrentForQuestionAnswering:
-    config = load_config(settings.model)
+    config = describe(settings.model)
     if isinstance(config, RecurrentModelConfig):
         loaded: Any = load_question_answering(settings.model, device="cpu").model
         apply_training_fields(loaded.config, settings)

@@ -4,27 +4,37 @@
 Each process writes its output to a log file next to its model.
 """
 
+import math
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..utils import console
 from ..utils.signals import STOP_SIGNALS, Interruptible
 
 
-def run_parallel(commands: Mapping[str, Sequence[str]], work: Path, jobs: int) -> None:
+def run_parallel(
+    commands: Mapping[str, Sequence[str]],
+    work: Path,
+    jobs: int,
+    *,
+    seconds: float = math.inf,
+    watch: Callable[[Sequence[str]], None] = lambda running: None,
+) -> None:
     """Run cells in parallel.
 
     Args:
         commands: the arguments of Python for each cell, by its name.
         work: folder of models and logs.
         jobs: how many run at once.
+        seconds: after so many, cells are stopped, as they are by Ctrl-C; none is started any more.
+        watch: called several times a second with the names of the cells that are running.
     """
     work.mkdir(parents=True, exist_ok=True)
     waiting, running, failed = [*commands], dict[str, subprocess.Popen[bytes]](), list[str]()
-    terminated = False
+    terminated, end = False, time.monotonic() + seconds
     stop = Interruptible("stopping: cells that are being trained are saved first")
     with stop.listening(*STOP_SIGNALS):
         try:
@@ -34,6 +44,8 @@ def run_parallel(commands: Mapping[str, Sequence[str]], work: Path, jobs: int) -
                     running[name] = _start(commands[name], _log(work, name))
                     console.note(f"{name}: started, see {_log(work, name)}")
                 time.sleep(0.2)
+                watch([*running])
+                stop.requested |= time.monotonic() > end
                 if stop.requested and not terminated:  # once: a second signal would stop them before they have saved
                     terminated = True
                     for process in running.values():

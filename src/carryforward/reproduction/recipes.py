@@ -27,7 +27,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..settings import TrainSettings
+from ..settings.commands import TrainSettings
 from ..utils.checkpoints import RUN_FILE, read_run
 from ..utils.parsing import read_yaml
 

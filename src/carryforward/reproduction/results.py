@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..settings import TrainSettings
+from ..settings.commands import TrainSettings
 from ..utils.checkpoints import RUN_FILE, read_run
 from ..utils.files import write_json
 from ..utils.parsing import read_json_object

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.evaluate import evaluate
-from ..settings import EvaluateSettings
+from ..settings.commands import EvaluateSettings
 from ..training.lifecycle import release_memory
 from ..training.train import train
 from ..utils import console

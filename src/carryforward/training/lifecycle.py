@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..config import RecurrentModelConfig
+from ..memories.reach import memory_with_reach
 from ..models.add_recurrence import recurrence_of
-from ..settings import QuestionSettings, RecurrentSettings, TrainSettings
+from ..settings.commands import QuestionSettings, TrainSettings
+from ..settings.recurrence import RecurrentSettings
 from ..utils import console
 from ..utils.digests import digest_files
 from ..utils.files import atomic_folder
@@ -22,6 +24,20 @@ from .base_trainer import BaseTrainer
 from .callbacks import GracefulStopCallback
 from .run_folder import RunFolder
 from .sharding import gathered_weights
+
+
+def uses_cpu(device: str | None) -> bool:
+    """Whether training must stay on the CPU. `Trainer` chooses the device, so no other can be asked for by name."""
+    present = torch.accelerator.current_accelerator()
+    if device in (None, "cpu") or (present is not None and device == present.type):
+        return device == "cpu"
+    if present is None and device.partition(":")[0] in ("cuda", "mps", "xpu"):
+        built = "" if torch.version.cuda else " (this PyTorch is built without CUDA)" * device.startswith("cuda")
+        raise ValueError(f"--device {device}: PyTorch finds no such device here{built}. Leave it out to use the CPU.")
+    raise ValueError(
+        f"--device {device}: training uses the GPU if there is one, or cpu. Leave the option out, and choose GPUs "
+        "with CUDA_VISIBLE_DEVICES."
+    )
 
 
 class Interrupted(KeyboardInterrupt):
@@ -36,6 +52,9 @@ def check_same_recurrence(config: RecurrentModelConfig, settings: RecurrentSetti
     own, fields = config.recurrence, settings.recurrence_fields()
     if fields.pop("preset") != RecurrentSettings.preset:
         raise ValueError(f"{settings.model} is recurrent already. Leave --preset out.")
+    if (reach := fields.pop("reach", None)) is not None:
+        sized = memory_with_reach(reach, fields.get("memory", "kv"), config.base_config)
+        fields["memory"] = [{"kind": "kv", "sinks": sized.sinks, "recent": sized.recent, "far": sized.far}]
     pairs = [(name, getattr(own, name), value) for name, value in fields.items() if name != "memory"]
     memories, kinds = fields.get("memory", ()), [memory.kind for memory in own.memories]
     others = settings.memory is not None and {*settings.memory} != {*kinds}

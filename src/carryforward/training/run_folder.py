@@ -11,7 +11,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from ..settings import RecurrentSettings, flag
+from ..settings.base import flag
+from ..settings.recurrence import RecurrentSettings
 from ..utils.checkpoints import RUN_FILE, read_run
 from ..utils.files import clear_leftovers, is_vacant, write_sealed_json
 from ..utils.locks import LOCK, lock_output

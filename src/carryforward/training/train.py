@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from ..backbones.architectures import architecture_of
 from ..config import RecurrentModelConfig
 from ..data.corpora import ALL, available_splits, has_own_splits
 from ..data.documents import Documents, load_documents
-from ..models.add_recurrence import add_recurrence, recurrence_of
+from ..models.add_recurrence import add_recurrence, ensure_architecture, recurrence_of
 from ..models.causal_lm import RecurrentForCausalLM
 from ..models.loading import Loaded, describe_causal, load_causal, load_tokenizer
-from ..settings import TrainSettings
+from ..settings.commands import TrainSettings
 from ..utils import checkpoints, console
 from ..utils.files import delete_folder
 from .base_trainer import NonFiniteLoss
@@ -143,8 +142,9 @@ def _recurrent(
     if isinstance(loaded.model, RecurrentForCausalLM):
         apply_training_fields(loaded.model.config, settings)
         return loaded.model
+    rotary = ensure_architecture(loaded.model).rotary
     fields = recurrence_arguments(settings, loaded.model.config)
-    if not architecture_of(loaded.model.config).rotary:  # position offsets are measured: on the device of the training
+    if not rotary:  # position offsets are measured: on the device of the training
         loaded.model.to(device)  # type: ignore[arg-type]
     model = add_recurrence(loaded.model, documents=documents, tokenizer=loaded.tokenizer, **fields)
     assert isinstance(model, RecurrentForCausalLM)

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..settings import BUNDLED
+from ..settings.recurrence import BUNDLED
 from .digests import damaged_file, digest_files
 from .files import read_sealed_json
 

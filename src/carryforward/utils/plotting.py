@@ -37,7 +37,7 @@ def perplexity_figure(panels: dict[str, list[Line]]) -> Any:
     labels = [_draw_panel(axes, title, lines) for axes, (title, lines) in zip(all_axes, panels.items(), strict=True)]
     figure.draw_without_rendering()  # fixes the layout, which the placing of labels depends on
     for axes, texts in zip(all_axes, labels, strict=True):
-        _place_labels(axes, texts)
+        place_labels(axes, texts)
         starred = any("*" in text for _, _, text, _ in texts)
         title = "at the points: overlap" + ", * not trained at it" * starred
         axes.legend(title=title, fontsize=8.5, title_fontsize=8.5, alignment="left", edgecolor="none", framealpha=0.9)
@@ -81,14 +81,14 @@ def style_axes(axes: Any, title: str, xlabel: str, ylabel: str = "word perplexit
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # distinguishable for the colour-blind
 _GREYS = ("#6b6b6b", "#979797", "#454545")
-_Label = tuple[float, float, str, str]  # x, y, text, colour
+Label = tuple[float, float, str, str]  # x, y, text, colour
 
 
-def _draw_panel(axes: Any, title: str, lines: list[Line]) -> list[_Label]:
+def _draw_panel(axes: Any, title: str, lines: list[Line]) -> list[Label]:
     """Draw the lines of one data set; return the labels of their points, which are the overlaps."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    labels: list[_Label] = []
+    labels: list[Label] = []
     colours = {True: cycle(COLOURS), False: cycle(_GREYS)}
     hollow = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
     has_control = False
@@ -116,7 +116,7 @@ def _draw_panel(axes: Any, title: str, lines: list[Line]) -> list[_Label]:
     return labels
 
 
-def _place_labels(axes: Any, labels: list[_Label]) -> None:
+def place_labels(axes: Any, labels: list[Label]) -> None:
     """Write each label beside its point, where it covers the fewest labels, points and lines."""
     scale = 72 / axes.figure.dpi  # to points of 1/72 inch
     obstacles: list[tuple[float, float, float]] = []  # x, y, the cost of covering it

@@ -366,7 +366,8 @@
   showSummary();
   byId("by-position").append(byPosition(data.byPosition));
   byId("by-window").append(byWindow(data.byWindow));
-  byId("attention").append(...attention(data.attention));
+  if (data.attention.flat().some((x) => x !== null)) byId("attention").append(...attention(data.attention));
+  else byId("attention-panel").remove(); // a matrix changes what layers read: no attention is paid to it
   if (data.layerWeights) byId("weights").append(...layerWeights(data.layerWeights));
   else byId("weights-panel").remove();
   byId("kinds").append(kindTable(data.byKind));

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
-from ..state import State
-from . import argument_checks
-from .window_cache import WindowCache, check_cache
+from ...state import State
+from .. import argument_checks
+from .window_cache import WindowCache
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 # Arguments of transformers' `generate` that are refused, and why.
@@ -119,3 +119,18 @@ def _check_settings(settings: GenerationConfig, arguments: dict[str, Any]) -> No
         neutral = value is None or value is False or (name == "guidance_scale" and value == 1)
         if not neutral:
             raise ValueError(f"{name} cannot be used to generate with a recurrent model: {reason}.")
+
+
+def check_cache(cache: Any, **others: Any) -> None:
+    """Refuse another kind of cache, and arguments that a cache already fixes."""
+    if not isinstance(cache, WindowCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}: a recurrent model continues from the WindowCache that "
+            "generate returned, or from a state."
+        )
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} cannot be given together with past_key_values, which continues as it began and returns the "
+                "logits of the last token."
+            )

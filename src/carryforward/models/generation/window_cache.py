@@ -14,32 +14,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
-from ..backbones.attention import KV
-from ..backbones.cache_places import CachePlaces
-from ..backbones.hooks import HookContext
-from ..engine.decode_graph import DecodeGraph, decode_key
-from ..engine.graph_cache import first_line
-from ..memories.base import WindowRecord
-from ..state import State
-from ..windows import Span
+from ...backbones.cache_places import CachePlaces
+from ...backbones.hooks import HookContext
+from ...backbones.memory_positions import grow_cache_mask
+from ...engine.decode_graph import DecodeGraph, decode_key
+from ...engine.graph_cache import first_line
+from ...memories.base import WindowRecord
+from ...state import State
+from ...windows import Span
+from .cache_rows import CacheRows, of_layer
 
 CAPTURE_AFTER = 4  # tokens: a capture takes as long as a few
 
 
-class WindowCache(Cache):
+class WindowCache(CacheRows):
     """What has been read of a batch of documents, to continue token by token. Pass it as `past_key_values`.
 
     Attributes:
-        columns: columns of the text that it was given.
         ends: tokens that end a row. `generate` goes on giving padding to a row that ended before others; neither that
             nor the token that ended it is read.
-        positions: for each row, how many tokens of the current window were read.
     """
-
-    is_croppable = False  # transformers must not read a token ahead and take it back
-    is_compileable = False
 
     def __init__(self, state: State, overlap: int, use_state: bool = True, allow_other_model: bool = False):
         """
@@ -49,79 +44,22 @@ class WindowCache(Cache):
             use_state: False removes the state.
             allow_other_model: the state may be that of a model with other weights or settings.
         """
-        super().__init__(layers=[])
-        self.state_before: State | None = state
+        super().__init__(state)
         self.overlap = overlap
         self.use_state = use_state
         self.allow_other_model = allow_other_model
-        self.columns = 0
         self.ends: tuple[int, ...] = ()
-        self.has_beams = False
-        self.kv: dict[int, Tensor] = {}  # by layer, [B, 2, heads, places of the state and of the window, d]
-        self.positions: list[int] = []
-        self._memory: dict[str, Tensor] = {}  # the state, by kind of memory
-        self._features: dict[str, Tensor] = {}  # of each token of the window, by kind of memory
-        self._tokens = torch.empty(0, dtype=torch.long)
         self._decode_graph: DecodeGraph | None = None
         self._steps = 0  # since the buffers were made
-        self._past_kv: dict[int, KV] = {}  # keys and values that enter with the call in progress
+        self._reads_first = False  # documents' first windows receive something, too
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies have buffers of their own, which a captured graph does not know."""
         return {**self.__dict__, "_decode_graph": None, "_steps": 0}
 
-    # --- the interface of transformers' caches ---------------------------------------------------------------------
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.columns
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1
-
-    def update(  # type: ignore[override]
-        self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store a call's keys and values, [b, heads, n, d], after the state's; return those of the whole window."""
-        layer, places, kv = layer_idx + 1, self._places, torch.stack((key, value), dim=1)
-        if layer in self._past_kv:
-            kv = torch.cat([torch.stack(self._past_kv[layer], dim=1).to(kv), kv], dim=3)
-        columns, entering = self._state_columns[layer], kv.shape[3] - places.positions.shape[1]
-        if layer_idx not in self.kv:
-            shape = (self._batch, *kv.shape[1:3], columns + self._window + 1, kv.shape[4])
-            self.kv[layer_idx] = kv.new_zeros(shape)
-        buffer = self.kv[layer_idx]
-        if entering:  # the call brings the state, which comes first
-            places.store_state(buffer, kv[:, :, :, :entering])
-        places.store(buffer.transpose(1, 3), kv[:, :, :, entering:].transpose(1, 3), columns)
-        keys, values = places.visible(buffer, columns).unbind(1)
-        return keys, values
-
-    def reset(self, *args: Any) -> None:
-        """Refused, like the methods below: the inherited ones would silently do nothing."""
-        raise NotImplementedError(
-            "a WindowCache cannot be reset, cropped, repeated or indexed: start another generation, from rows of "
-            "past_key_values.state if it is to continue from there."
-        )
-
-    crop = batch_repeat_interleave = batch_select_indices = reset  # type: ignore[assignment]
-
-    @torch.inference_mode(False)  # see `read`
-    @torch.no_grad()
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder rows for beam search: each continues from the row it came from."""
-        self.has_beams, self._decode_graph = True, None
-
-        def reordered(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, beam_idx.to(tensor.device))
-
-        groups: tuple[dict[Any, Tensor], ...] = (self.kv, self._memory, self._features)
-        for tensors in groups:
-            for name, tensor in tensors.items():
-                tensors[name] = reordered(tensor)
-        self._tokens = reordered(self._tokens)
-        rows = beam_idx.tolist()
-        for name in ("positions", "_read", "_started", "_ended"):
-            setattr(self, name, [getattr(self, name)[row] for row in rows])
+        self._decode_graph = None
+        super().reorder_cache(beam_idx)
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -168,9 +106,13 @@ class WindowCache(Cache):
         self._batch, self._window = len(state), model.config.recurrence.window
         self._state_columns = _state_columns(model)
         device = state.tokens.device
-        self._memory = dict(state.memory)
-        self._started: list[bool] = state.started.tolist()
-        self._read: list[int] = state.read.tolist()
+        self._memory = {kind: x.clone() for kind, x in state.memory.items()}  # written in place, for captured steps
+        self._reads_first = model.memory.reads_first
+        self._started = state.started.tolist()
+        self._read = state.read.tolist()
+        self._starts = (state.read - state.pending).tolist()
+        self._origins = [0] * self._batch if state.origin is None else state.origin.tolist()
+        self._visible = torch.zeros(self._batch, max(self._state_columns.values()), dtype=torch.bool, device=device)
         self.positions = [0] * self._batch
         self._ended = [False] * self._batch
         self._tokens = torch.zeros(self._batch, self._window + 1, dtype=torch.long, device=device)
@@ -205,12 +147,17 @@ class WindowCache(Cache):
             return self._next(model, column, new)
         if self._decode_graph is not None:
             self._decode_graph.stale = True
-        shared = self._tokens[full, self._window - self.overlap : self._window]
-        if self.use_state:
+        begin = self._window - self.overlap
+        tokens = torch.cat([self._tokens[full, : self._window], column[full].to(self._tokens.device)], dim=1)
+        if self.use_state and model.memory.reads_again:
+            self._read_again(model, full, tokens)
+        elif self.use_state:
             self._write_state(model, full)
         for row in full:
+            self._origins[row] = self._origins[row] if self._started[row] else self._starts[row]
             self.positions[row], self._started[row] = 0, self.use_state
-        tokens = torch.cat([shared, column[full].to(shared.device)], dim=1)
+            self._starts[row] += begin
+        tokens = tokens[:, begin:]
         parts = [(full, self._call(model, full, tokens, [tokens.shape[1]] * len(full), brings_state=self.use_state))]
         if rest:
             parts.append((rest, self._call(model, rest, column[rest], [new[row] for row in rest])))
@@ -228,23 +175,31 @@ class WindowCache(Cache):
             for group in (first, later) if memory.uses_previous else (rows,):
                 if not group:
                     continue
-                window_kv = [self._window_kv(layer, group) for layer in sorted(self.kv)] if memory.records_kv else []
+                layers = sorted(self.kv) if memory.records_kv else []
+                window_kv = [self._window_kv(layer, group, model.kv_layouts) for layer in layers]
                 record = WindowRecord([], window_kv, model.rerotate)
                 features = self._features[kind][group] if kind in self._features else torch.empty(0)
                 previous = self._memory[kind][group] if group is later else None
                 new = memory.write_tokens(features, record, span, previous)
-                index = self._index(group).to(new.device)
-                self._memory[kind] = self._memory[kind].index_copy(0, index, new)
+                self._memory[kind].index_copy_(0, self._index(group).to(new.device), new)
 
-    def _window_kv(self, layer: int, rows: list[int]) -> KV:
-        """The window's keys and values of a layer, counted from 0, without the state's."""
-        keys, values = self.kv[layer][rows, :, :, self._state_columns[layer + 1] :].unbind(1)
-        return keys, values
+    def _read_again(self, model: Any, rows: list[int], tokens: Tensor) -> None:
+        """Read the full windows of these rows at once, to find the state after them: one more forward pass for each
+        window. Selections need queries, which the cache does not hold; others need memory positions behind a window.
+
+        Args:
+            tokens: those of the windows and the next one, without which they are not complete, [b, T + 1].
+        """
+        state = self._state_of(rows, tokens[:, :0], [0] * len(rows), [self._starts[row] for row in rows])
+        after = model.advance_state(tokens, state=state, overlap=self.overlap, allow_other_model=True)
+        for kind, new in after.memory.items():
+            self._memory[kind].index_copy_(0, self._index(rows).to(new.device), new)
 
     def _next(self, model: Any, column: Tensor, new: list[int]) -> Tensor:
         """Read one more token in every row that continues, none of which begins a window."""
         self._steps += 1
         capture = self._decode_graph is None and self._steps > CAPTURE_AFTER and not self.has_beams
+        capture = capture and not model.memory.needs_history
         capture = capture and model.graph_cache.possible(self._tokens.device)
         if capture and model.graph_cache.usable(list(model.modules()), list(model.parameters())):
             reason = ""
@@ -282,9 +237,15 @@ class WindowCache(Cache):
         context, columns = HookContext(), self._state_columns if places.sees_state else {}
         if brings_state:
             state = {kind: x[self._index(rows).to(x.device)] for kind, x in self._memory.items()}
-            model.memory.read(state, context)
+            state = model.memory.entering(state, [self._started[row] for row in rows])
+            model.memory.read_after(state, context, self._tokens_before(rows), model.rotation)
+            self._visible[rows] = True if context.past_visible is None else context.past_visible
             # Carried keys and values go into the cache, from which attention reads them.
-            self._past_kv, context.past_kv = context.past_kv, {}
+            self._past_kv = {
+                layer: of_layer(kv, model.kv_layouts[layer - 1]) if model.kv_layouts else kv
+                for layer, kv in context.past_kv.items()
+            }
+            context.past_kv = {}
             columns = {layer: kv[0].shape[2] for layer, kv in self._past_kv.items()}
         last = sorted({max(length - 1, 0) for length in lengths})
         logits = self._run_base(model, tokens.to(model.device), places, context, columns, last)
@@ -314,17 +275,28 @@ class WindowCache(Cache):
         """Run the base model on tokens [b, n]; logits of the columns `last`."""
         self._places, positions = places, places.positions
         architecture, base_config = model.config.architecture, model.config.base_config
+        history = model.memory.needs_history
+        if self.use_state and not context.layer_inputs:
+            model.memory.read_tokens({kind: places.of_rows_in(x) for kind, x in self._memory.items()}, context)
+        context.past_visible = None  # the masks say it
         context.attention_masks = architecture.cache_masks(
             base_config, positions, places.keys, [state_columns.get(layer, 0) for layer in self._state_columns],
-            places.with_state, None if context.slots else places.last,
+            places.of_rows_in(self._visible) if history else places.with_state[:, None],
+            None if context.slots or history or context.before is not None else places.last,
         )  # fmt: skip
-        shifted = model.memory.shift_positions(positions, 0)
-        if shifted is not None:
-            positions = torch.where(places.with_state[:, None], shifted, positions)
+        shift = model.memory.position_shift
+        if history:
+            shifts = model.memory.position_shifts(self._tokens_before(range(self._batch)))
+            if shifts is not None:
+                shift = places.of_rows_in(torch.tensor(shifts, device=positions.device))[:, None]
+        if shift is not None:
+            positions = torch.where(places.with_state[:, None], positions + shift, positions)
+        if context.before is not None:
+            positions = self._enter_before(context, positions)
         out = model.base(
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=architecture.replaced_mask(tokens.device),
+            attention_mask=architecture.replaced_mask(base_config, tokens.device),
             past_key_values=self,
             use_cache=True,
             logits_to_keep=1 if tokens.shape[1] == 1 else torch.tensor(last, device=tokens.device),
@@ -337,56 +309,33 @@ class WindowCache(Cache):
         places.store(self._tokens, tokens)
         return out.logits
 
+    def _enter_before(self, context: HookContext, positions: Tensor) -> Tensor:
+        """Make room for memory positions in front of the tokens at these positions [b, n]: in masks and positions."""
+        assert context.before is not None
+        count = context.before.shape[1]
+        context.attention_masks = [grow_cache_mask(mask, count) for mask in context.attention_masks if mask is not None]
+        own = torch.arange(count, device=positions.device).expand(len(positions), -1)
+        return torch.cat([own, positions], dim=1)
+
+    def _tokens_before(self, rows: Sequence[int]) -> list[int]:
+        """For each of some rows, the tokens from where its memory begins to the start of its window."""
+        return [self._starts[row] - self._origins[row] for row in rows]
+
     def _sees_state(self, row: int) -> bool:
-        """Whether a row attends to its state. With `use_state=False` it keeps one that it began with, unused."""
-        return self.use_state and self._started[row]
+        """Whether a row attends to a state, its own or a first one. With `use_state=False` it keeps one that it began
+        with, unused."""
+        return self.use_state and (self._started[row] or self._reads_first)
 
     def rows_with_state(self) -> list[bool]:
         return [self._sees_state(row) for row in range(self._batch)]
-
-    def _index(self, rows: Sequence[int]) -> Tensor:
-        return torch.tensor(rows, device=self._tokens.device)
-
-    @property
-    def state(self) -> State:
-        """How far the documents have been read: all that was given, less what ended a row. Any later call can continue
-        from it."""
-        if self.has_beams:
-            raise ValueError(
-                "after beam search there is no state: the beams that were still running are not the returned texts. "
-                "Read those with model.advance_state."
-            )
-        if self.state_before is not None:
-            return self.state_before
-        pending = torch.tensor(self.positions)
-        return State(
-            memory=dict(self._memory), started=torch.tensor(self._started),
-            tokens=self._tokens[:, : int(pending.max())].clone(),  # the buffer is overwritten
-            pending=pending, read=torch.tensor(self._read), signature=self._signature,
-            model=self._model,
-        )  # fmt: skip
 
 
 def _state_columns(model: Any) -> dict[int, int]:
     """For each layer, counted from 1, how many keys a state adds: found by reading an empty one."""
     context = HookContext()
-    model.memory.read(model.memory.initial(1), context)
+    model.memory.read_after(model.memory.initial(1), context, [0], model.rotation)
     slots = {layer: vectors.shape[1] for layer, vectors in context.slots.items()}
     past = {layer: keys.shape[2] for layer, (keys, _) in context.past_kv.items()}
     layers = range(1, model.config.base_config.num_hidden_layers + 1)
-    return {layer: slots.get(layer, 0) + past.get(layer, 0) for layer in layers}
-
-
-def check_cache(cache: Any, **others: Any) -> None:
-    """Refuse another kind of cache, and arguments that a cache already fixes."""
-    if not isinstance(cache, WindowCache):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}: a recurrent model continues from the WindowCache that "
-            "generate returned, or from a state."
-        )
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} cannot be given together with past_key_values, which continues as it began and returns the "
-                "logits of the last token."
-            )
+    before = 0 if context.before is None else context.before.shape[1]
+    return {layer: slots.get(layer, 0) + past.get(layer, 0) + before for layer in layers}

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of all settings dataclasses: it checks each value by the type of its field, in the words of its option."""
+"""The base of all settings dataclasses: it checks each value by the type of its field, in the words of its option.
+
+A field's metadata holds its help text and the panel it stands in under `--help`: None is the main panel, for what most
+users need.
+"""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
+# panels of `--help`
+ADVANCED = "Advanced"
+RUN = "Advanced: run"
+MEMORY = "Advanced: memory"
 MAX_INTEGER = 2**64  # above the largest seed of torch, and above any count
 _ACCEPTED = {
     int: "an integer below 2**64",
@@ -13,6 +22,30 @@ _ACCEPTED = {
     bool: "true or false",
     str: "a text that is not empty",
 }
+
+
+def setting(
+    default: Any,
+    help: str,
+    panel: str | None = None,
+    shown: str | None = None,
+    kind: str | tuple[str, ...] | None = None,
+) -> Any:
+    """A field of a settings dataclass.
+
+    Args:
+        panel: the group of options it stands in under `--help`; None is the main one.
+        shown: the default that `--help` shows, where `default` is None because the job or the model decides.
+        kind: the kind of memory that it belongs to, or several.
+    """
+    return field(default=default, metadata={"help": help, "panel": panel, "shown": shown, "kind": kind})
+
+
+memory_setting = partial(setting, panel=MEMORY)
+advanced_setting = partial(setting, panel=ADVANCED)
+data_setting = partial(setting, panel="Advanced: data")
+optimisation_setting = partial(setting, panel="Advanced: optimisation")
+run_setting = partial(setting, panel=RUN)
 
 
 @dataclass(frozen=True)
@@ -58,12 +91,12 @@ def at_least(least: int, settings: Settings, *names: str) -> None:
 def _kinds(settings: type[Settings]) -> dict[str, tuple[type, bool, bool]]:
     """Of each field: the type of its value, whether it has several in a tuple, and whether None is a default."""
     hints, kinds = get_type_hints(settings), {}
-    for field in fields(settings):
-        hint = hints[field.name]
+    for one in fields(settings):
+        hint = hints[one.name]
         optional = isinstance(hint, UnionType)
         kind = next(kind for kind in get_args(hint) if kind is not type(None)) if optional else hint
         several = get_origin(kind) is tuple
-        kinds[field.name] = get_args(kind)[0] if several else kind, several, optional
+        kinds[one.name] = get_args(kind)[0] if several else kind, several, optional
     return kinds
 
 

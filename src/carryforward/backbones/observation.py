@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observation of a model: what its modules and its attention function receive and give out in one call on a few tokens.
+
+The model is as before afterwards: evaluation mode for the call only, no gradients, its own attention function again.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .attention import eager_attention_of, unwrapped_name
+from .modes import eval_mode
+
+_PREFIX = "carryforward_observed_"
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module: its arguments, and its output once it has returned."""
+
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any = None
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """The hidden states that it was given, its first argument."""
+        first = self.args[0] if self.args else self.kwargs.get("hidden_states")
+        return first if isinstance(first, Tensor) else None
+
+    @property
+    def hidden_output(self) -> Tensor | None:
+        """The hidden states that it gave out: its output, or the first part of it."""
+        first = self.output[0] if isinstance(self.output, tuple | list) and self.output else self.output
+        return first if isinstance(first, Tensor) else None
+
+
+@dataclass
+class AttentionCall:
+    """One call of transformers' attention interface."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    kwargs: dict[str, Any]
+
+    def visible(self) -> Tensor:
+        """Which keys each query sees, [1 or B, 1, queries, keys]."""
+        queries, keys = self.query.shape[2], self.key.shape[2]
+        if self.mask is None:
+            ones = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=self.key.device)
+            return ones.tril() if getattr(self.module, "is_causal", True) and queries > 1 else ones
+        visible = self.mask if self.mask.dtype == torch.bool else self.mask == 0
+        return visible.expand(*visible.shape[:2], queries, keys)
+
+
+@dataclass
+class Observation:
+    """What happened in one call, in order.
+
+    Attributes:
+        masks: input: for attention modules, masks to use instead of the model's own.
+    """
+
+    masks: dict[nn.Module, Tensor] = field(default_factory=dict)
+    modules: list[ModuleCall] = field(default_factory=list)  # by the time at which they began
+    attention: list[AttentionCall] = field(default_factory=list)
+    output: Any = None
+
+    def of(self, module: nn.Module) -> list[ModuleCall]:
+        return [call for call in self.modules if call.module is module]
+
+
+_current: list[Observation] = []  # the attention functions below are found by name and get no further argument
+
+
+def _recorded(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def record(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        observation = _current[-1]
+        mask = observation.masks.get(module, kwargs.pop("attention_mask", mask))
+        observation.attention.append(AttentionCall(module, query, key, value, mask, kwargs))
+        return attend(module, query, key, value, mask, **kwargs)
+
+    return record
+
+
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return eager_attention_of(module)(module, *args, **kwargs)
+
+
+for _name, _attend, _mask in (
+    ("sdpa", sdpa_attention_forward, masking_utils.sdpa_mask),
+    ("eager", _eager, masking_utils.eager_mask),
+):
+    AttentionInterface.register(f"{_PREFIX}{_name}", _recorded(_attend))
+    AttentionMaskInterface.register(f"{_PREFIX}{_name}", _mask)
+
+
+@torch.no_grad()
+def observe(backbone: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Observation:
+    """Call a model without its head on token ids [B, n], and record the calls of all its modules."""
+    observation = Observation()
+    open_calls: list[ModuleCall] = []
+
+    def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        call = ModuleCall(module, args, dict(kwargs))
+        open_calls.append(call)
+        observation.modules.append(call)
+
+    def end(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        open_calls.pop().output = output
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eval_mode(backbone))
+        stack.enter_context(observed_attention(backbone, observation))
+        for module in backbone.modules():
+            for handle in (
+                module.register_forward_pre_hook(begin, with_kwargs=True),
+                module.register_forward_hook(end, with_kwargs=True),
+            ):
+                stack.callback(handle.remove)
+        observation.output = call_backbone(backbone, ids, **kwargs)
+    return observation
+
+
+@contextlib.contextmanager
+def observed_attention(model: nn.Module, observation: Observation) -> Iterator[None]:
+    """Record the calls of the attention interface inside."""
+    configs: dict[int, Any] = {
+        id(config): config
+        for module in model.modules()
+        if hasattr(config := getattr(module, "config", None), "_attn_implementation")
+    }
+    used = {key: config._attn_implementation for key, config in configs.items()}
+    for key, config in configs.items():
+        if unwrapped_name(used[key]) in ("sdpa", "eager"):
+            config._attn_implementation = f"{_PREFIX}{unwrapped_name(used[key])}"
+    _current.append(observation)
+    try:
+        yield
+    finally:
+        _current.pop()
+        for key, config in configs.items():
+            config._attn_implementation = used[key]
+
+
+def call_backbone(backbone: PreTrainedModel, ids: Tensor | None, **kwargs: Any) -> Any:
+    """A model's output for token ids (None: for `inputs_embeds`), without a cache."""
+    if "use_cache" in inspect.signature(type(backbone).forward).parameters:
+        kwargs["use_cache"] = False
+    return backbone(input_ids=ids, return_dict=True, **kwargs)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Discovery: what is found of a model, what is refused in which words, and that the model is as before afterwards."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers as hf
+from helpers import families, tiny
+from torch.testing import assert_close
+
+import carryforward as cf
+from carryforward.backbones.architectures import ARCHITECTURES, STORED_AS
+from carryforward.backbones.discovery import NotUnderstood, discover, probe_ids
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("build", [tiny.base, families.base], ids=["tiny", "families"])
+@pytest.mark.parametrize("head", [None, "none"])
+def test_discovery_agrees_with_the_table(name, build, head):
+    model = build(name, head)
+    row = ARCHITECTURES[name]
+    if head is None and getattr(model.config, "final_logit_softcapping", None) is not None:
+        row = dataclasses.replace(row, plain_head=False)  # which a row cannot know
+    assert discover(model) == row
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("olmo2", {"norm": None, "rotary": True}),
+        ("glm4", {"norm": "input_layernorm", "rotation_layout": "neighbours, angles in halves"}),
+        ("cohere", {"rotation_layout": "neighbours", "plain_head": False}),
+        ("nanochat", {"rotation_layout": "halves backwards", "plain_head": False}),
+        ("gpt_oss", {"rotation_layout": "halves, angles once", "masks_by_type": True}),
+        ("smollm3", {"unrotated": (2,)}),
+        ("exaone4", {"unrotated": (2,), "norm": None}),
+        ("granite", {"plain_head": False, "rotation_layout": "halves"}),
+        ("stablelm", {"hands_down": False}),
+        ("jetmoe", {"kv_shapes": ((2, 8, 8),) * 3}),
+        ("gemma4_text", {"takes_embeddings": False}),
+        ("esm", {"offset_positions": True, "causal": False, "rotary": False, "takes_embeddings": False}),
+        ("gpt_bigcode", {"rotary": False, "offset_positions": False, "layers": "h"}),
+        ("modernbert-decoder", {"rotary_by_type": True, "causal": True}),
+    ],
+)
+def test_what_is_found(name, found):
+    architecture = discover(families.base(name))
+    assert {key: getattr(architecture, key) for key in found} == found
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+_small = {key: value for key, value in tiny._grouped.items() if key != "max_position_embeddings"}
+REFUSED = {
+    "bloom": (
+        lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=67, hidden_size=16, n_layer=2, n_head=2)),
+        "its attention is not computed by transformers' AttentionInterface",
+    ),
+    "mpt": (
+        lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=67, d_model=16, n_layers=2, n_heads=2, max_seq_len=40)),
+        "its attention is not computed by transformers' AttentionInterface",
+    ),
+    "jamba": (
+        lambda: hf.JambaForCausalLM(hf.JambaConfig(
+            **_small, attn_layer_period=2, attn_layer_offset=0, use_mamba_kernels=False, mamba_d_state=8,
+            num_experts=2, mamba_dt_rank=4)),
+        "of its 3 layers have no attention of that kind (a recurrent state, say)",
+    ),
+    "qwen3_next": (
+        lambda: hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(
+            **_small, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+            shared_expert_intermediate_size=24, linear_num_key_heads=2, linear_num_value_heads=2,
+            linear_key_head_dim=8, linear_value_head_dim=8,
+            layer_types=["full_attention", "linear_attention", "full_attention"])),
+        "1 of its 3 layers have no attention of that kind (a recurrent state, say)",
+    ),
+    "albert": (
+        lambda: hf.AlbertForMaskedLM(hf.AlbertConfig(**tiny._common, embedding_size=12)),
+        "",
+    ),
+    "t5": (
+        lambda: hf.T5ForConditionalGeneration(hf.T5Config(
+            vocab_size=67, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)),
+        "",
+    ),
+    "mamba": (
+        lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=67, hidden_size=16, num_hidden_layers=2, state_size=4)),
+        "",
+    ),
+    "deepseek_v3": (
+        lambda: families.base("deepseek_v3"),
+        "its keys are rotated in a way that is not known, or changed after their rotation",
+    ),
+    "gptj": (
+        lambda: hf.GPTJForCausalLM(hf.GPTJConfig(
+            vocab_size=67, n_embd=16, n_layer=2, n_head=2, rotary_dim=4, n_positions=40)),
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_understood_is_refused_in_a_sentence(name):
+    make, reason = REFUSED[name]
+    model = make()
+    with pytest.raises(ValueError, match=f"^Recurrence cannot be added to a model of type {name!r}: ") as raised:
+        cf.add_recurrence(model, memory="vector")
+    message = str(raised.value)
+    print(message)
+    assert reason in message
+    assert message.count(". ") == 1
+    assert len(message) < 300
+    assert isinstance(raised.value.__cause__, NotUnderstood)
+    assert not hasattr(model.config, STORED_AS)
+
+
+# --- the model is as before ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["granite", "gemma2", "stablelm", "gpt_oss", "esm", "bert"])
+def test_a_model_is_as_before_afterwards(name, attention, training):
+    model = families.base(name)
+    model.set_attn_implementation("eager" if name in ("gpt_oss", "gemma2") else attention)
+    model.train(training)
+    model.base_model.get_input_embeddings().eval()  # a part that is in another mode stays so
+    before, random, ids = _snapshot(model), torch.get_rng_state(), tiny.documents(1, 9)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+    model.train(training)
+    model.base_model.get_input_embeddings().eval()
+    discover(model)
+    assert _snapshot(model) == before
+    assert torch.get_rng_state().equal(random)
+    with torch.no_grad():
+        assert_close(model.eval()(input_ids=ids).logits, expected, rtol=0, atol=0)
+
+
+def _snapshot(model):
+    """Modes, hooks, attributes, gradients, weights and the config: all that a call could change."""
+    return {
+        "modes": [module.training for module in model.modules()],
+        "hooks": [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "requires": [parameter.requires_grad for parameter in model.parameters()],
+        "weights": {name: value.tolist() for name, value in (*model.named_parameters(), *model.named_buffers())},
+        "config": model.config.to_dict(),
+        "attention": model.config._attn_implementation,
+    }
+
+
+def test_a_failed_discovery_leaves_the_model_as_it_was():
+    model = families.base("hunyuan_v1_dense").train()
+    before = _snapshot(model)
+    with pytest.raises(NotUnderstood):
+        discover(model)
+    assert _snapshot(model) == before
+
+
+def test_probe_ids_avoid_special_tokens():
+    model = families.base("granite")
+    model.config.eos_token_id = [3, 40]
+    ids = probe_ids(model, 20, rows=3)
+    assert ids.shape == (3, 20)
+    assert len(ids.unique()) == 60
+    assert not set(ids.flatten().tolist()) & {1, 2, 3, 40}
