@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import command_line, paragraph, strip_folders, write_page, write_result
 
 from carryforward.evaluation import horizon
-from carryforward.models.loading import load_config
-from carryforward.settings import HorizonSettings
+from carryforward.models.model_files import load_config
+from carryforward.settings.commands import HorizonSettings
 from carryforward.utils.markdown import markdown_table
 from carryforward.utils.plotting import COLOURS
 

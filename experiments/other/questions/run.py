@@ -31,7 +31,7 @@ from carryforward.qa import evaluate, train
 from carryforward.qa.dataset import write_questions
 from carryforward.qa.join_passages import join_files
 from carryforward.reproduction.parallel import run_parallel
-from carryforward.settings import MAX_ANSWER_TOKENS, AnswerSettings, QuestionSettings
+from carryforward.settings.commands import MAX_ANSWER_TOKENS, AnswerSettings, QuestionSettings
 
 HERE = Path(__file__).parent
 SHIFTS = "squadshifts_*"

@@ -23,7 +23,7 @@ from harness import command_line, strip_folders, write_page, write_result
 from carryforward.analysis import samples, topic_model, topics
 from carryforward.analysis.continuations import PLAIN, RECURRENT
 from carryforward.reproduction.claims import Verdict
-from carryforward.settings import ContinuationSettings
+from carryforward.settings.commands import ContinuationSettings
 
 HERE = Path(__file__).parent
 NAMES = {

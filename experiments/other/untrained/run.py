@@ -24,8 +24,9 @@ from carryforward.backbones.architectures import architecture_of
 from carryforward.cli.add import add_to_folder
 from carryforward.evaluation import report
 from carryforward.evaluation.evaluate import evaluate
-from carryforward.models.loading import load_config
-from carryforward.settings import EvaluateSettings, RecurrentSettings
+from carryforward.models.model_files import load_config
+from carryforward.settings.commands import EvaluateSettings
+from carryforward.settings.recurrence import RecurrentSettings
 from carryforward.utils.markdown import markdown_table
 
 HERE = Path(__file__).parent
