@@ -8,7 +8,7 @@ demo: .venv/installed
 	$(BIN)/carryforward demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-families: .venv/installed  # all model types: docs/models.md
 	PYTHONPATH=tests $(BIN)/python tests/families/all_types.py
