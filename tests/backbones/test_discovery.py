@@ -49,6 +49,38 @@ def test_what_is_found(name, found):
     assert {key: getattr(architecture, key) for key in found} == found
 
 
+def thin_encoder(**settings):
+    """One layer as it is initialised: other tokens change its outputs by less than a thousandth."""
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return hf.ErnieForMaskedLM(hf.ErnieConfig(vocab_size=67, **size, **settings))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_thin_encoder_is_not_taken_for_causal(attention):
+    model = thin_encoder().eval()
+    model.set_attn_implementation(attention)
+    ids = probe_ids(model, 6)
+    with torch.no_grad():
+        one, other = (model.ernie(x).last_hidden_state[:, :-1] for x in (ids, torch.cat([ids[:, :-1], ids[:, :1]], 1)))
+    assert_close(other, one, rtol=0, atol=1e-3 * float(one.abs().max()))  # outputs do not tell
+    assert not discover(model).causal
+
+
+@pytest.mark.parametrize("name", ["granite", "gpt_bigcode", "stablelm", "esm", "eurobert", "ernie"])
+def test_causal_models_are_known_by_what_attention_is_given(name):
+    for attention in ("sdpa", "eager"):
+        model = families.base(name)
+        model.set_attn_implementation(attention)
+        assert discover(model).causal == families.is_causal(name)
+
+
+def test_a_model_with_layers_of_both_kinds_is_refused():
+    model = families.base("ernie")
+    model.ernie.encoder.layer[1].attention.self.is_causal = True
+    with pytest.raises(NotUnderstood, match="some of its layers are causal, others are not"):
+        discover(model)
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 _small = {key: value for key, value in tiny._grouped.items() if key != "max_position_embeddings"}

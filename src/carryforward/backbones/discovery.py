@@ -43,7 +43,8 @@ def discover(model: PreTrainedModel) -> Architecture:
     layers_path, layers = _layer_list(backbone, observation)
     calls = [_attention_call(layer, number, observation, context) for number, layer in enumerate(layers, start=1)]
     attention = _same(layers, [call.module for call in calls], "attention")
-    causal = _is_causal(backbone, ids)
+    causal = _is_causal(observation)
+    hidden = observation.output.last_hidden_state
     architecture = Architecture(
         causal=causal,
         layers=layers_path,
@@ -54,8 +55,8 @@ def discover(model: PreTrainedModel) -> Architecture:
         backbone=path,
         rotary=any(call.kwargs.get("position_embeddings") is not None for call in calls),
         masks_by_type=_takes_masks_by_type(backbone, ids),
-        plain_head=not causal or _is_plain_head(model, backbone, ids),
-        takes_embeddings=_takes_embeddings(backbone, ids),
+        plain_head=not causal or _is_plain_head(model, ids, hidden),
+        takes_embeddings=_takes_embeddings(backbone, ids, hidden),
     )
     architecture = dataclasses.replace(architecture, kv_shapes=_kv_shapes(architecture, backbone, observation))
     if architecture.rotary:
@@ -182,13 +183,13 @@ def _core(backbone: nn.Module, observation: Observation) -> str:
     return names[inner[-1]] if inner else ""
 
 
-@torch.no_grad()
-def _is_causal(backbone: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether another last token changes nothing before it."""
-    other = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
-    with eval_mode(backbone):
-        one, two = call_backbone(backbone, torch.cat([ids, other])).last_hidden_state[:, :-1]
-    return _is_close(two, one)
+def _is_causal(observation: Observation) -> bool:
+    """Whether no token attends to a later one, in any layer: read off what attention is given, since outputs may hide
+    it (weights that are nearly zero)."""
+    sees_ahead = {bool(call.visible().triu(1).any()) for call in observation.attention}
+    if len(sees_ahead) > 1:
+        raise NotUnderstood("some of its layers are causal, others are not")
+    return sees_ahead == {False}
 
 
 @torch.no_grad()
@@ -208,29 +209,26 @@ def _takes_masks_by_type(backbone: PreTrainedModel, ids: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _takes_embeddings(backbone: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether the embeddings of tokens do what their ids do, and others are taken, too: some models leave out positions
-    or norms, or look up which tokens they are."""
+def _takes_embeddings(backbone: PreTrainedModel, ids: Tensor, hidden: Tensor) -> bool:
+    """Whether the embeddings of tokens do what their ids do (`hidden`), and others are taken, too: some models leave
+    out positions or norms, or look up which tokens they are."""
     embedded = backbone.get_input_embeddings()(ids)  # type: ignore[operator]
-    with eval_mode(backbone):
-        expected = call_backbone(backbone, ids).last_hidden_state
-        try:
-            given, _ = (
-                call_backbone(backbone, None, inputs_embeds=x).last_hidden_state for x in (embedded, embedded / 2)
-            )
-        except Exception:  # whatever a model does with an argument that it does not expect
-            return False
-    return _is_close(given, expected)
+    try:
+        with eval_mode(backbone):
+            given = call_backbone(backbone, None, inputs_embeds=torch.cat([embedded, embedded / 2])).last_hidden_state
+    except Exception:  # whatever a model does with an argument that it does not expect
+        return False
+    return _is_close(given[:1], hidden)
 
 
 @torch.no_grad()
-def _is_plain_head(model: PreTrainedModel, backbone: PreTrainedModel, ids: Tensor) -> bool:
+def _is_plain_head(model: PreTrainedModel, ids: Tensor, hidden: Tensor) -> bool:
     """Whether logits are the output layer of the last hidden states, and nothing else is done to them."""
     head = model.get_output_embeddings()
     if head is None:
         return True
     with eval_mode(model):
-        return _is_close(head(call_backbone(backbone, ids).last_hidden_state), call_backbone(model, ids).logits)
+        return _is_close(head(hidden), call_backbone(model, ids).logits)
 
 
 # --- positions -------------------------------------------------------------------------------------------------------

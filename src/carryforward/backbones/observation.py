@@ -19,6 +19,7 @@ from .attention import eager_attention_of, unwrapped_name
 from .modes import eval_mode
 
 _PREFIX = "carryforward_observed_"
+_HIDDEN = -5e3  # masks add less to the scores of keys that are not seen: -1e4, a precision's least number, or -inf
 
 
 @dataclass
@@ -45,7 +46,11 @@ class ModuleCall:
 
 @dataclass
 class AttentionCall:
-    """One call of transformers' attention interface."""
+    """One call of transformers' attention interface.
+
+    Attributes:
+        is_eager: of the function that computes attention from its formula, and knows no causal attention but by a mask.
+    """
 
     module: nn.Module
     query: Tensor
@@ -53,15 +58,21 @@ class AttentionCall:
     value: Tensor
     mask: Tensor | None
     kwargs: dict[str, Any]
+    is_eager: bool
 
     def visible(self) -> Tensor:
         """Which keys each query sees, [1 or B, 1, queries, keys]."""
         queries, keys = self.query.shape[2], self.key.shape[2]
         if self.mask is None:
             ones = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=self.key.device)
-            return ones.tril() if getattr(self.module, "is_causal", True) and queries > 1 else ones
-        visible = self.mask if self.mask.dtype == torch.bool else self.mask == 0
+            return ones.tril() if self._causal_without_mask and queries > 1 else ones
+        visible = self.mask if self.mask.dtype == torch.bool else self.mask > _HIDDEN
         return visible.expand(*visible.shape[:2], queries, keys)
+
+    @property
+    def _causal_without_mask(self) -> bool:
+        asked = self.kwargs.get("is_causal")
+        return not self.is_eager and (getattr(self.module, "is_causal", True) if asked is None else asked)
 
 
 @dataclass
@@ -84,13 +95,13 @@ class Observation:
 _current: list[Observation] = []  # the attention functions below are found by name and get no further argument
 
 
-def _recorded(attend: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(attend: Callable[..., Any], is_eager: bool) -> Callable[..., Any]:
     def record(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
         observation = _current[-1]
         mask = observation.masks.get(module, kwargs.pop("attention_mask", mask))
-        observation.attention.append(AttentionCall(module, query, key, value, mask, kwargs))
+        observation.attention.append(AttentionCall(module, query, key, value, mask, kwargs, is_eager))
         return attend(module, query, key, value, mask, **kwargs)
 
     return record
@@ -104,7 +115,7 @@ for _name, _attend, _mask in (
     ("sdpa", sdpa_attention_forward, masking_utils.sdpa_mask),
     ("eager", _eager, masking_utils.eager_mask),
 ):
-    AttentionInterface.register(f"{_PREFIX}{_name}", _recorded(_attend))
+    AttentionInterface.register(f"{_PREFIX}{_name}", _recorded(_attend, _name == "eager"))
     AttentionMaskInterface.register(f"{_PREFIX}{_name}", _mask)
 
 

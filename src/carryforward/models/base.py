@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..backbones import hooks
+from ..backbones import hooks, quantization
 from ..config import RecurrentModelConfig
 from ..data import tokenization
 from ..engine import bptt, run_windows
@@ -314,6 +314,7 @@ class RecurrentPreTrainedModel(WindowRunner):
         The tokenizer that `add_recurrence` was given is saved too.
         """
         check_memory_saved(self)
+        quantization.check_savable(self)
         if (Path(save_directory) / checkpoints.RUN_FILE).exists():
             raise ValueError(
                 f"save_directory={str(save_directory)!r} is the folder of a training run, whose record is of another "
@@ -336,5 +337,9 @@ class RecurrentPreTrainedModel(WindowRunner):
         from .verification import verify_again  # it makes models of its own
 
         loaded = checkpoints.load_strictly(super().from_pretrained, cls, pretrained_model_name_or_path, *args, **kwargs)
-        verify_again(loaded[0] if isinstance(loaded, tuple) else loaded)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        quantization.prepare(model)
+        quantization.adopt(model.base, model)
+        quantization.adopt(model, model.base)
+        verify_again(model)
         return loaded

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..settings.recurrence import BUNDLED
 from .digests import damaged_file, digest_files
 from .files import read_sealed_json
+from .tensors import is_shard, tensor_parts
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ def fingerprint(*modules: nn.Module) -> str:
     Values are rounded to bfloat16: a model has the same fingerprint in float32 and in bfloat16. (In float16 it has
     another one: values are then rounded twice.) It is empty if there are no weights here: on the meta device, sharded.
     """
-    tensors = [(f"{i}.{name}", x) for i, module in enumerate(modules) for name, x in sorted(_tensors(module).items())]
+    named = [(f"{i}.{name}", x) for i, module in enumerate(modules) for name, x in sorted(_tensors(module).items())]
+    tensors = [(name, part) for name, tensor in named for part in tensor_parts(tensor)]
     if not tensors or not all(_is_here(tensor) for _, tensor in tensors):
         return ""
     samples = [x.detach().flatten()[:: max(1, x.numel() // 256)].to(torch.bfloat16) for _, x in tensors]
@@ -88,7 +90,8 @@ class CachedFingerprint:
         weights = [weight for module in modules for weight in module.parameters()]
         if not all(_is_here(weight) for weight in weights):
             return ""
-        versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+        parts = [part for weight in weights for part in tensor_parts(weight)]
+        versions = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
         known = versions == self._versions and all(a() is b for a, b in zip(self._weights, weights, strict=True))
         if not known:
             self._value = fingerprint(*modules)
@@ -105,7 +108,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _is_here(tensor: Tensor) -> bool:
     """Whether a tensor has its values on this process: it is not on the meta device, and not a DTensor's shard."""
-    return not tensor.is_meta and not hasattr(tensor, "full_tensor")
+    return not tensor.is_meta and not is_shard(tensor)
 
 
 # --- checkpoints of a training run ---------------------------------------------------------------------------------
