@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from . import quantization
 from .architectures import Architecture
 from .hooks import HookContext
 from .modes import eval_mode
@@ -31,6 +32,7 @@ class NotUnderstood(ValueError):
 
 def discover(model: PreTrainedModel) -> Architecture:
     """The architecture of a model; a `NotUnderstood` says what is not as it must be."""
+    quantization.prepare(model)
     path, backbone = _backbone(model)
     ids = probe_ids(model, _TOKENS)
     context = HookContext()

@@ -8,6 +8,7 @@ What is added to the base model keeps the precision of its other weights.
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -47,12 +48,52 @@ def prepare(model: nn.Module) -> None:
         module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
+def check_gradients(base: nn.Module) -> None:
+    """Refuse to train a memory or adapters on a base model through whose weights no gradient flows: those before a
+    layer would silently get none."""
+    layers = {
+        (type(module), type(module.weight)): (name, module)
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and is_quantized_weight(module.weight)
+    }
+    dtype = next((weight.dtype for weight in base.parameters() if not is_quantized_weight(weight)), None)
+    for name, layer in layers.values():
+        with torch.enable_grad():
+            x = torch.ones(2, layer.in_features, dtype=dtype, device=layer.weight.device, requires_grad=True)
+            y = layer(x).sum()
+            (gradient,) = torch.autograd.grad(y, x, allow_unused=True) if y.requires_grad else (None,)
+        if gradient is not None and bool(gradient.any()):
+            continue
+        raise ValueError(
+            f"no gradient flows through quantised weights such as {name} ({type(layer.weight).__name__}), so that "
+            "neither the memory nor adapters can be trained on them. Use another quantisation, such as one of weights "
+            "alone, or evaluate under torch.no_grad()."
+        )
+
+
 def adopt(model: PreTrainedModel, base: PreTrainedModel) -> None:
     """Let a model that was built on a quantised one be saved, moved and adapted as such."""
     for name in _MARKS:
         if hasattr(base, name):
             setattr(model, name, getattr(base, name))
-    vars(model).pop("is_quantized", None)  # of a model that was loaded
+
+
+def after_loading(model: PreTrainedModel, base: PreTrainedModel) -> None:
+    """Let a recurrent model that was loaded with a quantised base model be trained and saved again."""
+    prepare(model)
+    adopt(base, model)
+    vars(model).pop("is_quantized", None)
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None and is_quantized(base):  # weights are saved as they are stored
+        model._weight_conversions = [one for one in conversions if _can_be_reversed(one)]  # type: ignore[assignment]
+
+
+def _can_be_reversed(conversion: Any) -> bool:
+    try:
+        conversion.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def leave_memory_alone(base: PreTrainedModel) -> None:

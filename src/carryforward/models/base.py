@@ -51,6 +51,7 @@ class RecurrentPreTrainedModel(WindowRunner):
     tokenizer: Any = None  # saved with the model, if it is known
     auto_class: ClassVar[str] = "AutoModel"  # by name: importing it triggers the registration in `auto`
     _capturable_outputs: ClassVar[bool] = True  # a window's outputs are small, and then computed from position 0 on
+    _passes_gradients = False  # not known yet
     _supports_sdpa = True
     _no_split_modules = ["Memories"]
     _tied_weights_keys = {}  # only the base model has some, where peft then looks
@@ -111,6 +112,9 @@ class RecurrentPreTrainedModel(WindowRunner):
             input_ids = state.tokens[:, :0]
         input_ids = argument_checks.check_batch(input_ids)
         training = torch.is_grad_enabled() and (self.training or labelled or labels is not None)
+        if training and not self._passes_gradients:
+            quantization.check_gradients(self.base)
+            self._passes_gradients = True
         fresh = self.fresh_state(len(input_ids), overlap, training=training)
         state = fresh if state is None else state
         argument_checks.check_state(state, len(input_ids), fresh, allow_other_model)
@@ -338,8 +342,6 @@ class RecurrentPreTrainedModel(WindowRunner):
 
         loaded = checkpoints.load_strictly(super().from_pretrained, cls, pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        quantization.prepare(model)
-        quantization.adopt(model.base, model)
-        quantization.adopt(model, model.base)
+        quantization.after_loading(model, model.base)
         verify_again(model)
         return loaded

@@ -132,9 +132,12 @@ class _Probe:
             together = self.hidden(windows)
         self.windows_alone = together.unflatten(0, (2, 2)).flatten(1, 2)
         noise = _relative_error(self.hidden(windows[:1]), together[:1])
-        # Of quantised models some round activations to 8 bits, too: a little noise may become one of 127 steps.
-        dtypes = [together.dtype, *([torch.bfloat16] if is_quantized(base) else [])]
-        self.tolerance = max(_SLACK * noise, *(_ROUNDING[dtype] for dtype in dtypes))
+        dtype, least = together.dtype, _ROUNDING[together.dtype]
+        if is_quantized(base):  # layers of 8 bits may compute in half precision, and round activations to 8 bits
+            dtype = max(dtype, torch.float16, key=_ROUNDING.__getitem__)
+            least = _ROUNDING[torch.bfloat16]
+        self.rounding = _ROUNDING[dtype]
+        self.tolerance = max(_SLACK * noise, least)
 
     def hidden(self, ids: Tensor, **kwargs: Any) -> Tensor:
         """The base model's last hidden states."""
@@ -194,8 +197,9 @@ class _Probe:
         model.memory.to(self.base.device, self.base.dtype)
         return model.eval()
 
-    def is_close(self, x: Tensor, expected: Tensor) -> bool:
-        return x.shape == expected.shape and _relative_error(x, expected) <= self.tolerance
+    def is_close(self, x: Tensor, expected: Tensor, tolerance: float | None = None) -> bool:
+        tolerance = self.tolerance if tolerance is None else tolerance
+        return x.shape == expected.shape and _relative_error(x, expected) <= tolerance
 
 
 def _relative_error(x: Tensor, expected: Tensor) -> float:
@@ -256,7 +260,7 @@ def _loss(probe: "_Probe") -> str:
     model, ids = probe.recurrent_head(KVMemoryConfig(recent=2), window=2 * WINDOW), probe.ids[:1]
     loss = model(ids, labels=ids).loss  # without logits, as in training
     expected = probe.base(input_ids=ids, labels=ids, use_cache=False).loss
-    if not probe.is_close(loss.reshape(1), expected.reshape(1)):
+    if not probe.is_close(loss.reshape(1), expected.reshape(1), probe.rounding):  # of the same hidden states
         return f"its loss would be {float(loss):.4f}, where its own is {float(expected):.4f}"
     return ""
 

@@ -82,16 +82,16 @@ class CachedFingerprint:
         self.forget()
 
     def forget(self) -> None:
-        self._weights: list[ref[nn.Parameter]] = []
+        self._weights: list[ref[Tensor]] = []
         self._versions: list[tuple[int, int]] = []
         self._value = ""
 
     def __call__(self, *modules: nn.Module) -> str:
-        weights = [weight for module in modules for weight in module.parameters()]
+        # parts: torch cannot move a quantised weight to which a weak reference exists
+        weights = [part for module in modules for weight in module.parameters() for part in tensor_parts(weight)]
         if not all(_is_here(weight) for weight in weights):
             return ""
-        parts = [part for weight in weights for part in tensor_parts(weight)]
-        versions = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
+        versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
         known = versions == self._versions and all(a() is b for a, b in zip(self._weights, weights, strict=True))
         if not known:
             self._value = fingerprint(*modules)
@@ -103,7 +103,8 @@ class CachedFingerprint:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    state = module.state_dict(keep_vars=True)  # quantised weights cannot be detached in inference mode
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _is_here(tensor: Tensor) -> bool:
