@@ -104,7 +104,7 @@ def add_recurrence(
     check_flag("verify", verify, optional=True)
     with as_before_on_error(model):
         quantization.prepare(model)
-        _use_sdpa(model)
+        _use_exact_attention(model)
         architecture = ensure_architecture(model)
         if head is not None:
             model = _with_head(model, head)
@@ -339,12 +339,13 @@ def _head_of(model: PreTrainedModel, causal: bool) -> type[RecurrentPreTrainedMo
     )
 
 
-def _use_sdpa(model: PreTrainedModel) -> None:
+def _use_exact_attention(model: PreTrainedModel) -> None:
     """Switch a model from an attention function that cannot show the state to every query."""
     implementation = unwrapped_name(model.config._attn_implementation)
     if implementation not in ("sdpa", "eager"):
-        model.set_attn_implementation("sdpa")
-        logger.warning('attn_implementation=%r cannot show a state to every query: "sdpa" is used.', implementation)
+        exact = "sdpa" if model._supports_sdpa else "eager"
+        model.set_attn_implementation(exact)
+        logger.warning("attn_implementation=%r cannot show a state to every query: %r is used.", implementation, exact)
 
 
 def savable(config: GenerationConfig) -> GenerationConfig:
