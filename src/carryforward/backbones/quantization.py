@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..utils.tensors import is_shard
+from ..utils.checkpoints import is_shard
 
 # The field of a quantisation config that names the modules to leave alone, by library.
 _LEFT_ALONE = {"bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert"}

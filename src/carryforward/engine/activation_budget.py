@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..utils.tensors import tensor_parts
+from ..utils.checkpoints import tensor_parts
 
 ShapeKey = tuple[Any, ...]  # rows and positions of a window, then all else that decides its activation memory
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..backbones import hooks
-from ..utils.tensors import tensor_parts
+from ..utils.checkpoints import tensor_parts
 from .activation_budget import ActivationBudget
 from .autocast_weights import AutocastWeights
 from .cuda_graphs import CapturedForward, CapturedForwardBackward, GradientAccumulator, compiled_layers

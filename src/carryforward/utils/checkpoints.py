@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..settings.recurrence import BUNDLED
 from .digests import damaged_file, digest_files
 from .files import read_sealed_json
-from .tensors import is_shard, tensor_parts
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +104,20 @@ class CachedFingerprint:
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     state = module.state_dict(keep_vars=True)  # quantised weights cannot be detached in inference mode
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def tensor_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a quantised weight consists of, such as integers and scales; an ordinary tensor itself. A
+    weight that is sharded over processes is returned as it is."""
+    if not hasattr(tensor, "__tensor_flatten__") or is_shard(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in tensor_parts(getattr(tensor, name))]
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this process has a part."""
+    return hasattr(tensor, "full_tensor")
 
 
 def _is_here(tensor: Tensor) -> bool:
