@@ -332,7 +332,7 @@ def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architectur
     parts = [f"{extra - around} positions carried in front of it"] * (extra > around)
     parts += [f"{around} memory positions"] * (around > 0)
     carried = f" with {' and '.join(parts)}" * (extra > 0)
-    if architecture.rotary:
+    if not architecture.positions_end:
         logger.warning_once(
             "window=%d%s exceeds the %d positions that %s was trained on. Rotary positions reach further, but the "
             "model has not seen them: predictions may become worse. Train the model, or use a smaller window%s.",
@@ -340,8 +340,8 @@ def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architectur
         )  # fmt: skip
         return
     raise ValueError(
-        f"window={recurrence.window}{carried} exceeds the {positions} learned positions that {base.model_type} has. "
-        f"{_fitting_advice(recurrence, base, positions)}."
+        f"window={recurrence.window}{carried} exceeds the {positions} {architecture.kind_of_positions} that "
+        f"{base.model_type} has. {_fitting_advice(recurrence, base, positions)}."
     )
 
 

@@ -12,7 +12,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging
 
-from ..backbones.architectures import Architecture, architecture_of, is_discovered, is_known, store_architecture
+from ..backbones.architectures import (
+    Architecture,
+    architecture_of,
+    check_settings,
+    is_discovered,
+    is_known,
+    store_architecture,
+)
 from ..backbones.attention import unwrapped_name
 from ..backbones.discovery import NotUnderstood, discover
 from ..config import RecurrenceConfig, RecurrentModelConfig, default_window
@@ -166,6 +173,7 @@ def _verified(model: PreTrainedModel, cls: type[RecurrentPreTrainedModel]) -> di
 
 def ensure_architecture(model: PreTrainedModel) -> Architecture:
     """A model's architecture; that of a type which is not in the table is discovered."""
+    check_settings(model.config)
     if not is_known(model.config):
         try:
             store_architecture(model.config, discover(model))

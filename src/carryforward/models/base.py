@@ -69,7 +69,7 @@ class RecurrentPreTrainedModel(WindowRunner):
                 module._is_hf_initialized = True  # type: ignore[assignment]
         recurrence, architecture = config.recurrence, config.architecture
         self.memory = Memories(recurrence.memories, config.base_config, architecture, recurrence.size)
-        hooks.install(self.backbone, architecture)
+        hooks.install(self.base, architecture)
         self.graph_cache = GraphCache()
         self.activation_budget = ActivationBudget()
         self.block_size = BlockSize()
