@@ -32,6 +32,7 @@ class WindowBatch:
         rows, windows: the row and the window of each. Those of a row are in order, and without a gap.
         num_first: the first so many receive no state: documents' first windows, or all if there is no state.
         is_block: windows of a row stand side by side.
+        num_alone: the first so many of these see no other window, on their right either.
         finished: for each window, whether it is complete and passes on a state.
         detach: for each window, whether truncated BPTT detaches the state it receives.
         width: positions of the longest window, special tokens included.
@@ -44,6 +45,7 @@ class WindowBatch:
     rows: list[int]
     windows: list[Window]
     num_first: int
+    num_alone: int
     is_block: bool
     finished: list[bool]
     detach: list[bool]
@@ -229,7 +231,7 @@ class WindowBatch:
 
     def links(self) -> WindowLinks | None:
         """How the windows of a block follow each other; None if none receives or passes on a state."""
-        plan, first = self.plan, self.num_first
+        plan, alone = self.plan, self.num_alone
         if not self.is_block or not plan.use_state or not (self.has_state or self.leaving):
             return None
         latest, beginning = ({row: -1 - i for i, row in enumerate(self.entering)} for _ in range(2))
@@ -238,34 +240,52 @@ class WindowBatch:
         firsts: list[int] = []
         detach_first: list[bool] = []
         last: dict[int, tuple[int, bool]] = {}
-        for i, (row, detach) in enumerate(zip(self.rows, self.detach, strict=True)):
-            if i < first:
-                beginning[row] = i
-            else:
-                detached[row] |= detach
+        for i, (row, window, detach) in enumerate(zip(self.rows, self.windows, self.detach, strict=True)):
+            if i < self.num_first:
+                beginning[row] = latest[row] = i
+            detached[row] |= detach and i >= self.num_first
+            if i >= alone:
                 previous.append(latest[row])
                 firsts.append(beginning[row])
                 detach_first.append(detached[row])
-            latest[row] = i
+            if not window.is_read_again:
+                latest[row] = i
             last[i] = beginning[row], detached[row]
         leaving = sorted(self.leaving.values())
         following = [-1] * (len(self.rows) + len(self.entering))
         for i, source in enumerate(previous):
             following[source if source >= 0 else len(self.rows) - 1 - source] = i
+        neighbours, num_right = self._right_neighbours()
         columns: list[list[Any]] = [
-            previous, firsts, self.detach[first:], detach_first,
-            leaving, [last[i][0] for i in leaving], [last[i][1] for i in leaving], following,
+            previous, firsts, self.detach[alone:], detach_first,
+            leaving, [last[i][0] for i in leaving], [last[i][1] for i in leaving], following, neighbours, num_right,
         ]  # fmt: skip
         numbers = plan.index([int(number) for column in columns for number in column])  # one transfer
         parts = numbers.split([len(column) for column in columns])
         flags = [part.bool() if any(detach_first) else None for part in (parts[2], parts[3], parts[6])]
+        see_right = any(num_right)
         return WindowLinks(
-            num_first=first, next_start=plan.next_start, start=None if plan.has_row_prefixes else len(plan.prefixes[0]),
-            previous=parts[0], following=parts[7], first=parts[1], last=parts[4], last_first=parts[5],
-            detach=flags[0], detach_first=flags[1], last_detach_first=flags[2],
+            num_first=self.num_first, num_alone=alone, next_start=plan.next_start,
+            start=None if plan.has_row_prefixes else len(plan.prefixes[0]),
+            previous=parts[0], following=None if plan.group else parts[7], first=parts[1],
+            last=parts[4], last_first=parts[5], detach=flags[0], detach_first=flags[1], last_detach_first=flags[2],
             prefix_lengths=self.indices[2] if plan.has_row_prefixes else None,
-            slots=self._slot_links(),
+            next=parts[8] if see_right else None, num_right=parts[9] if see_right else None, slots=self._slot_links(),
         )  # fmt: skip
+
+    def _right_neighbours(self) -> tuple[list[int], list[int]]:
+        """For each window that is not alone its right neighbour, or itself; and how many positions of it each window
+        sees."""
+        neighbours, num_right = [*range(len(self.rows))], [0] * len(self.rows)
+        latest: dict[int, int] = {}  # by row, the window after
+        for i in reversed(range(len(self.rows))):
+            after = latest.get(self.rows[i])
+            if after is not None and self.windows[i].sees_next(self.windows[after]):
+                assert self.plan.group is not None, "windows have groups"
+                neighbours[i] = after
+                num_right[i] = min(self.plan.group.right, self.windows[after].end - self.windows[after].start)
+            latest[self.rows[i]] = i
+        return neighbours[self.num_alone :], num_right
 
     def _slot_links(self) -> SlotLinks | None:
         """Made anew for every run: only what was selected is kept, so that windows that run again receive the same."""

@@ -62,9 +62,9 @@ def check_reach(reach: Reach, memory: KVMemoryConfig, window: int, base: PreTrai
     """Refuse a reach for which a model with learned positions has too few of them."""
     architecture = architecture_of(base)
     positions = architecture.max_positions(base)
-    if architecture.rotary or window + memory.carried <= positions:
+    if architecture.rotary or window + memory.extra_positions <= positions:
         return
-    room = positions - window
+    room = positions - window - memory.right
     if room < 1:
         raise ValueError(
             f"reach={reach!r}: a window of {window} tokens takes all of the {positions} learned positions that "
