@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import families, tiny
 from helpers.two_sided import Sizes, bert_loop, masked_pass
 from torch.testing import assert_close
 
@@ -95,18 +95,23 @@ def test_keys_and_values_are_moved_by_position_offsets(bptt_windows):
         assert differs == (bptt_windows is not None), "truncation matters"
 
 
-def test_one_group_is_local_attention_over_the_whole_text():
+@pytest.mark.parametrize("name", ["modernbert", "nomic_bert", "eurobert"])
+def test_one_group_is_local_attention_over_the_whole_text(name):
     """Rotary positions, no special tokens: an ordinary text, in which a mask shows each window and its neighbours."""
-    ids, base = tiny.documents(2, 45), tiny.base("modernbert")
-    model = two_sided("modernbert", 100, sinks=0, window=8, prefix=(), suffix=()).float()
+    if name in families.NOT_INSTALLED:
+        pytest.skip(f"{name} is not in this version of transformers")
+    ids, base = tiny.documents(2, 45), families.precise_base(name)
+    memory = cf.KVMemoryConfig(recent=3, sinks=0, right=4, group_windows=100)
+    model = families.recurrent(name, overlap=0, window=8, prefix=(), suffix=(), memory=memory)
     position = torch.arange(45)
     begin = position[:, None] // 8 * 8
     inside = (position >= begin) & (position < begin + 8)
     aside = ((position >= begin - 3) & (position < begin)) | ((position >= begin + 8) & (position < begin + 12))
-    near = (position[:, None] - position).abs() <= 2
-    masks = {"full_attention": inside | aside, "sliding_attention": (inside & near) | aside}
-    expected = base(ids, attention_mask={key: mask[None, None] for key, mask in masks.items()}).logits
-    assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    masks = {"full_attention": inside | aside}
+    masks["sliding_attention"] = (inside & ((position[:, None] - position).abs() <= 2)) | aside
+    masks = {key: mask.expand(2, 1, -1, -1) for key, mask in masks.items()}
+    expected = base(ids, attention_mask=masks if name == "modernbert" else masks["full_attention"]).logits
+    assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert"])
