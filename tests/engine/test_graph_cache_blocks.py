@@ -75,6 +75,13 @@ def test_blocks_whose_windows_see_both_neighbours_are_captured(name, keep, captu
         with torch.no_grad():
             assert_close(fast(IDS, labels=IDS).loss, plain(IDS, labels=IDS).loss)
     assert fast.graph_cache._replays
+    fast.graph_cache._replays, state = 0, plain.advance_state(IDS[:, :25])
+    for rows in (3, 2, 1, 3, 2):  # a state enters
+        with torch.no_grad():
+            losses = [model(IDS[:rows, 25:30], labels=IDS[:rows, 25:30], state=state[:rows]).loss
+                      for model in (fast, plain)]  # fmt: skip
+        assert_close(*losses)
+    assert fast.graph_cache._replays
 
 
 def test_blocks_that_select_by_contents_are_not_captured(captures):

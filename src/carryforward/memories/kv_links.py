@@ -38,14 +38,14 @@ class LayerLink:
         """
         Args:
             state: the keys and values that enter the block, [R, 2, heads, S, d].
-            right: positions of a right neighbour that a window sees, if it has one.
+            right: positions of a right neighbour that a window sees.
             dtype: the precision of states.
         """
         self.links = links
         self.state = state
         self.sinks = sinks
         self.recent = recent
-        self.right = right if links.next is not None else 0
+        self.right = right
         self.dtype = dtype
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[KV, KV, KV | None]:

@@ -85,7 +85,7 @@ class WindowLinks:
         detach_first: likewise for its document's first positions: some window on the way to it detaches them.
         last_detach_first: likewise for the states that leave, [W].
         prefix_lengths: where windows have prefixes of their own, their lengths, [P, 1].
-        next: for each window, its right neighbour, [P - A]; any if it has none. None if no window has one.
+        next: for each window, its right neighbour, [P - A]; any if it has none. None if windows see none.
         num_right: how many positions each window sees of its right neighbour, [P].
         slots: where each window finds what it sees of its past, if a memory needs more than the window before.
     """
@@ -95,10 +95,10 @@ class WindowLinks:
     next_start: int
     start: int | None
     previous: Tensor
-    following: Tensor | None
     first: Tensor
     last: Tensor
     last_first: Tensor
+    following: Tensor | None = None
     detach: Tensor | None = None
     detach_first: Tensor | None = None
     last_detach_first: Tensor | None = None
