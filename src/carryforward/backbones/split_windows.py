@@ -26,7 +26,8 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, first: Tensor, others: Tensor, *parts: Tensor) -> Any:  # type: ignore[override]
-        return _add_parts(first, others, parts, ctx.begins), None, *(None for _ in parts)
+        total = _add_parts(first, others, parts, ctx.begins) if parts else torch.cat([first, others])
+        return total, None, *(None for _ in parts)
 
 
 @torch.library.custom_op("carryforward::add_parts", mutates_args=())
