@@ -46,7 +46,8 @@ class KVMemoryConfig(MemoryConfig):
 
     A model with rotary positions reads on across windows before any training, as if the text had not been cut there. A
     model with learned positions nearly does, with half a window carried; it needs positions for the window and for what
-    is carried, and position offsets, which `add_recurrence` measures.
+    is carried, and position offsets, which `add_recurrence` measures. An encoder's windows can also see what comes
+    after them (`right`).
 
     Attributes:
         recent: most recent positions whose keys and values are carried. By default half a window, less the sinks.
@@ -60,10 +61,10 @@ class KVMemoryConfig(MemoryConfig):
             what a window attends to does not.
         sinks: attention sinks: initial positions of a document whose keys and values are always carried. Many models
             direct unneeded attention there. By default 4, or fewer in small windows.
-        right: for encoders, so many first positions of its right neighbour that a window sees, too, in every layer. As
-            many positions are then carried from its left, by default.
-        group_windows: how far that reaches: windows see their right neighbours in groups of so many, by default 16. The
-            last window of a group is read again as the first of the next one.
+        right: for encoders, how many first positions of its right neighbour a window sees in every layer, beside those
+            that are carried from its left: by default as many.
+        group_windows: with `right`, windows of a group, by default 16: windows see their right neighbours only inside
+            their group, and its last window is read again as the first of the next one.
     """
 
     kind: ClassVar[str] = "kv"
