@@ -214,6 +214,25 @@ def test_an_encoders_special_tokens_are_read_but_not_scored():
     assert plain.vocabulary == 0
 
 
+@pytest.mark.parametrize("group", [2, 4])
+def test_windows_that_are_read_again_are_counted(group):
+    """What PyTorch counts for a document of many groups, over the tokens that one more group gives out."""
+    memory = cf.KVMemoryConfig(recent=3, sinks=1, right=3, group_windows=group)
+    settings = {"_attn_implementation": "eager"}
+    model = tiny.recurrent("bert", "none", settings=settings, overlap=0, memory=memory)
+
+    def measure(groups):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(tiny.documents(1, 8 * (groups * (group - 1) + 1) + 1))
+        return counter.get_total_flops()
+
+    counted, alone = flops_per_token(model.config), flops_per_token(model.config, use_state=False)
+    assert counted.base == pytest.approx(alone.base * group / (group - 1))
+    pooler = 2 * tiny.WIDTH**2  # of BERT, which reads each window's first token, and belongs to no layer
+    per_group = (counted.base + counted.recurrence) * 8 * (group - 1) + group * pooler
+    assert measure(5) - measure(4) == pytest.approx(per_group, rel=1e-9)
+
+
 def test_counting_changes_neither_random_numbers_nor_the_config():
     config = tiny.CONFIGS["gemma3_text"]()
     before, state = config.to_dict(), torch.get_rng_state()

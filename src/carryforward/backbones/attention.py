@@ -36,10 +36,10 @@ class AttentionContext:
     """What one layer's attention takes in and records. Not a dataclass, for the reason given in `hooks.HookContext`.
 
     Attributes:
-        past_kv: keys and values of earlier windows, visible to every query.
+        past_kv: keys and values of other windows, visible to every query: of earlier ones, or of both neighbours.
         past_visible: for each window that has a past, which of its positions are visible, [b, S]; None: all.
         link: in a block, finds in the windows' own keys and values what each window sees of its past.
-        num_first: in a block, the first so many windows see no past.
+        num_first: in a block, the first so many windows see no other.
         num_slots: how many of the input's first positions are inserted vectors, not tokens of the window.
         positions: memory positions in front of the window's and behind them, if there are any.
         record_kv: whether to record the window's keys and values.
@@ -189,7 +189,7 @@ def _groups(
     if context.link is None:
         yield slice(None), query, (key, value), context.past_kv
         return
-    first_queries, other_queries, _ = split_windows(query, context.num_first)
+    first_queries, other_queries = split_windows(query, context.num_first)
     first, others, past_kv = context.link(query, key, value, scaling)
     if context.num_first:
         yield slice(context.num_first), first_queries, first, None

@@ -46,7 +46,7 @@ class HookContext:
         past_kv: keys and values of earlier windows, by layer.
         past_visible: which of their positions each window that has a past sees, [b, S]; None: all.
         links: for a block of windows, by layer: what connects them; see `attention.KVLink`.
-        num_first: in a block, the first so many windows receive nothing.
+        num_first: in a block, the first so many windows see no other.
         before, after: memory positions in front of and behind the window's tokens, each [B, m, e].
         num_unseen: the last so many of those behind are not seen from other positions; the others carry the state.
         layer_inputs: by layer, a function that its input [B, n, k] passes through first.

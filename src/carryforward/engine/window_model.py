@@ -55,9 +55,9 @@ class WindowInputs:
     shape_key: ShapeKey = ()
 
     @property
-    def has_slots(self) -> bool:
-        """Whether windows see slots of a longer past, which name places in a block of just these sizes."""
-        return self.links is not None and self.links.slots is not None
+    def has_fixed_sizes(self) -> bool:
+        """Whether its links name places in a block of exactly these sizes."""
+        return self.links is not None and self.links.has_fixed_sizes
 
     def copy(self) -> "WindowInputs":
         """The same with tensors of its own."""

@@ -98,7 +98,7 @@ def flops_per_token(
 
     The cost of a window of T tokens is divided by the T − o tokens that it scores. An encoder's special tokens count in
     T but are not scored. Layers with a sliding window attend only within it. OPT-350m's projections between embeddings
-    and layers count as embeddings.
+    and layers count as embeddings. Where windows see their right neighbours, those that are read again count twice.
 
     Args:
         config: of a base model or a recurrent model.
@@ -118,9 +118,11 @@ def flops_per_token(
     prefix, suffix = (len(recurrence.prefix), len(recurrence.suffix)) if recurrence else (0, 0)
     stride = windows.check(window, overlap, prefix, suffix) - overlap
     memory = _memory_flops(base, recurrence, overlap) if recurrence and use_state else 0.0
+    group = recurrence.window_group if recurrence and use_state else None
+    scored = stride * group.advance / group.size if group else stride  # tokens per window that runs
     return Flops(
-        base=per_window / stride,
-        recurrence=memory / stride,
+        base=per_window / scored,
+        recurrence=memory / scored,
         vocabulary=2.0 * matrices.vocabulary,  # only scored positions are projected
     )
 

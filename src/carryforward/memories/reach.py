@@ -62,9 +62,9 @@ def check_reach(reach: Reach, memory: KVMemoryConfig, window: int, base: PreTrai
     """Refuse a reach for which a model has too few positions, if they end."""
     architecture = architecture_of(base)
     positions = architecture.max_positions(base)
-    if not architecture.positions_end or window + memory.carried <= positions:
+    if not architecture.positions_end or window + memory.extra_positions <= positions:
         return
-    room, kind = positions - window, architecture.kind_of_positions
+    room, kind = positions - window - memory.right, architecture.kind_of_positions
     if room < 1:
         raise ValueError(
             f"reach={reach!r}: a window of {window} tokens takes all of the {positions} {kind} that "

@@ -189,7 +189,8 @@ class RecurrentPreTrainedModel(WindowRunner):
         Args:
             allow_other_model: continue from a state that a model with other weights or settings has made.
             final: the documents end here: a last window that is not full passes on what it has, and the state is that
-                of the whole document. It cannot be continued then.
+                of the whole document. It cannot be continued then. (Where windows see their right neighbours, the state
+                is that of the last window that has one.)
         """
         plan = self._plan(
             input_ids, attention_mask, None, state,

@@ -75,11 +75,13 @@ def scatter_outputs(values: Tensor, targets: Tensor, batch: int, width: int, fil
 
 
 def max_over_windows(plan: BatchPlan, first_tokens: list[Tensor]) -> Tensor | None:
-    """The maximum over windows of their first token's vector, [B, k]: of these windows, and of earlier calls'."""
+    """The maximum over windows of their first token's vector, [B, k]: of these windows, and of earlier calls'. Readings
+    that are not given out do not count."""
     batch, before = len(plan.read), plan.initial_state.summary
     parts = []
     for window_batch, vectors in zip(plan.batches, first_tokens, strict=True):
-        remaining = list(enumerate(window_batch.rows))
+        pairs = zip(window_batch.rows, window_batch.windows, strict=True)
+        remaining = [(i, row) for i, (row, window) in enumerate(pairs) if not window.is_read_again]
         while remaining:  # one window of each row at a time
             last = {row: i for i, row in remaining}
             lowest = vectors.new_full((batch, vectors.shape[1]), -torch.inf)

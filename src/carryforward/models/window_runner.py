@@ -99,7 +99,8 @@ class WindowRunner(PreTrainedModel):
 
     def _shifted_positions(self, window: WindowInputs) -> Tensor | None:
         """The positions of a window batch [1 or b, n], behind what is carried; None where the base model counts by
-        itself. The prefix keeps its own, and so do the first windows of a block, which receive nothing."""
+        itself. The prefix keeps its own, and so do the first windows of a block, which receive nothing. A suffix stands
+        behind what its window sees on its right."""
         links, device = window.links, window.ids.device
         rows, width = window.ids.shape
         slots = None if links is None else links.slots
@@ -110,9 +111,13 @@ class WindowRunner(PreTrainedModel):
         positions = torch.arange(width, device=device)[None]
         shifted = positions + (shift if isinstance(shift, int) else shift[:, None])
         shifted = torch.where(positions < prefix, positions, shifted)
-        if links is None or slots is not None or not links.num_first:
+        if links is None or slots is not None:
             return shifted
-        return torch.cat([positions.expand(links.num_first, -1), shifted.expand(rows, -1)[links.num_first :]])
+        if links.num_first:
+            shifted = torch.cat([positions.expand(links.num_first, -1), shifted.expand(rows, -1)[links.num_first :]])
+        if links.num_right is None:
+            return shifted
+        return shifted + torch.where(positions >= links.next_start, links.num_right[:, None], 0)
 
     def _with_memory_positions(self, count: MemoryPositions, positions: Tensor | None, ids: Tensor) -> Tensor:
         """The positions of a window [1 or b, n] with those of the memory around it. Behind an encoder's window they
