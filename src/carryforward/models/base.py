@@ -121,6 +121,9 @@ class RecurrentPreTrainedModel(WindowRunner):
                 "never measured. Call carryforward.measure_position_offsets(model, documents)."
             )
         argument_checks.check_mask(attention_mask, input_ids)
+        framing = argument_checks.find_framing(input_ids, attention_mask, recurrence.prefix, recurrence.suffix)
+        if framing is not None:
+            attention_mask, framing = self._without_framing(input_ids, attention_mask, framing, state, final)
         argument_checks.check_tokens(input_ids, attention_mask, state, final)
         labels = argument_checks.check_labels(labels, input_ids)
         logits |= not self._capturable_outputs and (outputs or (labels is not None and not self._chunks_loss))
@@ -133,18 +136,26 @@ class RecurrentPreTrainedModel(WindowRunner):
             block_windows=1
             if alone
             else self.block_size.windows(self, len(input_ids), use_state=use_state, logits=logits),
-            prefixes=prefixes,
+            prefixes=prefixes, framing=framing,
         )  # fmt: skip
         argument_checks.check_vocabulary(input_ids, attention_mask, self._vocabulary)
-        special = recurrence.prefix, recurrence.suffix
-        new = all(special) and not any(state.read)
-        if new and argument_checks.has_special_tokens(input_ids, attention_mask, *special):
-            logger.warning_once(
-                "The documents begin and end with special tokens, which are added to every window anyway. Tokenise "
-                "with add_special_tokens=False."
-            )
         argument_checks.check_classes(labels, attention_mask, self._num_classes)
         return plan
+
+    @staticmethod
+    def _without_framing(
+        input_ids: Tensor, attention_mask: Tensor | None, framing: Tensor, state: State, final: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The mask of the documents' own tokens, and where a tokenizer has put special tokens around whole documents.
+        Around a piece of a document they would be in the middle of its text: a warning."""
+        if any(state.read) or not final:
+            logger.warning_once(
+                "A piece of a document begins and ends with special tokens, which are added to every window anyway. "
+                "Tokenise pieces with add_special_tokens=False."
+            )
+            return attention_mask, None
+        mask = torch.ones_like(framing) if attention_mask is None else attention_mask.to(framing)
+        return mask & ~framing, framing
 
     @property
     def _chunks_loss(self) -> bool:

@@ -57,7 +57,7 @@ class TokenOutputModel(RecurrentPreTrainedModel):
         def start(batch: WindowBatch) -> int:
             if self._capturable_outputs:
                 return 0
-            return batch.first_scored if plan.labels is not None else batch.first_output
+            return batch.first_output if plan.labels is None else min(batch.first_scored, batch.first_output)
 
         def make(batch: WindowBatch, scores: Tensor) -> bptt.Outputs:
             begin = start(batch)
