@@ -16,7 +16,7 @@ from ..backbones.architectures import Architecture, architecture_of, is_discover
 from ..backbones.attention import unwrapped_name
 from ..backbones.discovery import NotUnderstood, discover
 from ..config import RecurrenceConfig, RecurrentModelConfig, default_window
-from ..data.tokenization import check_tokenizer
+from ..data.tokenization import check_tokenizer, without_length_limit
 from ..memories.kinds import MemoryChoice
 from ..memories.reach import Reach, check_reach, memory_with_reach
 from ..memories.vector import VectorMemoryConfig
@@ -119,7 +119,7 @@ def add_recurrence(
     )
     if needs_position_offsets(result):
         _measure(result, documents, tokenizer)
-    result.tokenizer = tokenizer
+    result.tokenizer = None if tokenizer is None else without_length_limit(tokenizer)
     result.config.initial_memory = {
         kind: fingerprint(module) for kind, module in result.memory.items() if recurrence.find(kind).needs_training
     }

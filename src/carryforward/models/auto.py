@@ -7,6 +7,7 @@ by whoever imports them; if they are in memory already, at once.
 
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -37,10 +38,13 @@ def register() -> None:
     from ..config import RecurrentModelConfig
 
     AutoConfig.register(RecurrentModelConfig.model_type, RecurrentModelConfig, exist_ok=True)
-    for cls in classes().values():
+    for name, cls in classes().items():
         getattr(transformers, cls.auto_class).register(RecurrentModelConfig, cls, exist_ok=True)
-    # by these names, and not by what is registered, `Trainer` knows whose labels to shift for label smoothing
-    sys.modules[_AUTO].MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[RecurrentModelConfig.model_type] = "RecurrentForCausalLM"
+        # By these names, and not by what is registered, `Trainer` knows whose labels to shift for label smoothing, and
+        # pipelines know which models they support.
+        words = re.findall("[A-Z]+[a-z]*", cls.auto_class)[1:]  # AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM
+        mapping = getattr(sys.modules[_AUTO], f"{'_'.join(words).upper()}_MAPPING_NAMES")
+        mapping[RecurrentModelConfig.model_type] = name
 
 
 def register_when_needed() -> None:

@@ -146,7 +146,8 @@ def save_run(
     if run.writes:
         with atomic_folder(run.folder) as beside:
             model.save_pretrained(beside, state_dict=weights)
-            tokenizer.save_pretrained(beside)
+            if getattr(model, "tokenizer", None) is None:  # a recurrent model saves its own
+                tokenizer.save_pretrained(beside)
             files = digest_files(beside, sorted(path for path in beside.rglob("*") if path.is_file()))
     steps = {"steps": trainer.state.global_step, "best_step": trainer.state.best_global_step}
     run.finish({**provenance(str(trainer.args.device)), **steps, **outcome, "files": files})
