@@ -36,7 +36,8 @@ def encoder_tokenizer() -> PreTrainedTokenizerFast:
     bpe.post_processor = processors.TemplateProcessing(
         single="<|cls|> $A <|sep|>", pair="<|cls|> $A <|sep|> $B:1 <|sep|>:1", special_tokens=ends
     )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **special, model_max_length=32)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **special, model_max_length=32, model_input_names=names)
 
 
 def save_model(folder: Path) -> Path:

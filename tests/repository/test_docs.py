@@ -167,7 +167,7 @@ for name in {names}:
         importlib.import_module(f"carryforward.{{name}}")
         models = {{module for module in sys.modules if module.startswith("carryforward.models.")}}
         if name != "windows" and models == {{"carryforward.models.auto"}}:
-            assert any(type(finder).__module__ == "carryforward.models.auto" for finder in sys.meta_path)
+            assert any(type(finder).__module__ == "carryforward.utils.import_hooks" for finder in sys.meta_path)
             os._exit(0)
         from transformers import AutoConfig, AutoModel
         AutoModel.register

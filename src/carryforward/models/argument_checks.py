@@ -165,7 +165,7 @@ def find_framing(
     real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
     number, count = real.cumsum(dim=1) - 1, real.sum(dim=1, keepdim=True)  # of each real token in its row
     framing, same = torch.zeros_like(input_ids, dtype=torch.bool), count >= len(prefix) + len(suffix)
-    places = [(i, token) for i, token in enumerate(prefix)]
+    places: list[tuple[int | Tensor, int]] = [*enumerate(prefix)]
     places += [(count - len(suffix) + i, token) for i, token in enumerate(suffix)]
     for place, token in places:
         here = (number == place) & real.bool()

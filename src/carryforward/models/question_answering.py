@@ -39,12 +39,15 @@ class AnswerOutput(ModelOutput):
         loss: of the kinds, plus the mean of starts and ends; each a mean over the rows that have one.
         start_logits, end_logits: for every token of the documents, in the layout of the input; -inf at padding.
         kind_logits: [B, 4], in the order of `ANSWER_KINDS`.
+        null_logits: start and end score of the first token, a special one, in the window where they are lowest, [B, 2]:
+            by these, models that predict no kinds say that there is no answer. None without such a token.
     """
 
     loss: Tensor | None = None
     start_logits: Tensor | None = None
     end_logits: Tensor | None = None
     kind_logits: Tensor | None = None
+    null_logits: Tensor | None = None
 
 
 class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
@@ -160,17 +163,24 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
 
         def make(batch: WindowBatch, scores: Tensor, first_token: Tensor) -> tuple[Tensor, ...]:
             progress(batch.num_scored)
-            return layout.select(batch, scores), first_token
+            return layout.select(batch, scores), first_token, scores[:, 0].clone()
 
         results, _ = self._run(plan, OutputSpec(make))
-        scores = to_float32(torch.cat([scores for scores, _ in results]))
+        scores = to_float32(torch.cat([scores for scores, _, _ in results]))
         logits = scatter_outputs(scores, plan.index(layout.targets), len(input_ids), plan.width, -torch.inf)
-        summary = max_over_windows(plan, [first_token for _, first_token in results])
+        summary = max_over_windows(plan, [first_token for _, first_token, _ in results])
         assert summary is not None, "every document has a window"
         kind_logits = to_float32(self.kinds(summary.to(self.kinds.weight.dtype)))
         loss = None if answers is None else _loss(logits, answers, kind_logits, answer_kinds)
         start_logits, end_logits = logits.unbind(-1)
-        return AnswerOutput(loss=loss, start_logits=start_logits, end_logits=end_logits, kind_logits=kind_logits)
+        null_logits = None
+        if self.config.recurrence.prefix:
+            highest = max_over_windows(plan, [-to_float32(scores) for _, _, scores in results])
+            null_logits = None if highest is None else -highest
+        return AnswerOutput(
+            loss=loss, start_logits=start_logits, end_logits=end_logits, kind_logits=kind_logits,
+            null_logits=null_logits,
+        )  # fmt: skip
 
 
 def _checked_positions(name: str, positions: Tensor | None, real: Tensor) -> Tensor:
