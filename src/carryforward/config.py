@@ -277,6 +277,10 @@ class RecurrentModelConfig(PreTrainedConfig):
                 raise ValueError(f"config.json has no {name}, which a recurrent model must have.")
         return super().from_dict(config_dict, **kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Called when a model is loaded by its loader (`models.model_card`): no copy of this module is to be saved."""
+
     @property
     def architecture(self) -> Architecture:
         """The structure of the base model."""

@@ -34,8 +34,8 @@ from ..state import State
 from ..utils import checkpoints
 from ..utils.checks import check_count, check_flag
 from ..utils.files import atomic_folder
-from ..utils.peft import check_memory_saved
-from . import argument_checks
+from ..utils.peft import check_memory_saved, has_own_adapters
+from . import argument_checks, model_card
 from .window_runner import WindowRunner
 
 logger = logging.get_logger(__name__)
@@ -322,7 +322,8 @@ class RecurrentPreTrainedModel(WindowRunner):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Save as every Hugging Face model does; nothing half-written ever appears at `save_directory`.
 
-        The tokenizer that `add_recurrence` was given is saved too.
+        The tokenizer that `add_recurrence` was given is saved too, and a model card, and a loader with which
+        `trust_remote_code=True` finds carryforward.
         """
         check_memory_saved(self)
         if (Path(save_directory) / checkpoints.RUN_FILE).exists():
@@ -339,7 +340,19 @@ class RecurrentPreTrainedModel(WindowRunner):
                 self.config.tokenizer_fingerprint = tokenization.fingerprint(self.tokenizer)
                 hub = {name: kwargs[name] for name in ("push_to_hub", "repo_id", "token") if name in kwargs}
                 self.tokenizer.save_pretrained(temporary, **hub)
+            if not has_own_adapters(self):  # of which transformers saves nothing else
+                self.config.auto_map = model_card.auto_map(self)
+                model_card.write_files(self, temporary, Path(save_directory))
             super().save_pretrained(temporary, **kwargs)
+
+    def _get_files_timestamps(self, working_dir: Any) -> dict[str, float]:
+        """Files that need not be uploaded unless they change: the loader, which is written first, is not among them."""
+        timestamps = super()._get_files_timestamps(working_dir)  # type: ignore[misc]
+        return {name: time for name, time in timestamps.items() if name != model_card.LOADER}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Called when the model is loaded by its loader, which is then saved again; not the module of this class."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
