@@ -18,7 +18,7 @@ from helpers import prose
 
 import carryforward as cf
 from carryforward.cli.main import app
-from carryforward.models.loading import load_tokenizer
+from carryforward.models.model_files import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("anchors", ROOT / "docs" / "anchors.py")

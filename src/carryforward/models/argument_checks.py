@@ -14,7 +14,12 @@ from ..state import State
 from ..windows import IGNORE
 
 NEUTRAL = ("inputs_embeds", "position_ids", "token_type_ids", "head_mask", "past_key_values", "cache_position",
-           "use_cache", "output_attentions", "output_hidden_states")  # fmt: skip
+           "use_cache", "output_attentions")  # fmt: skip
+_REASONS = {
+    "use_cache": "generate has its own cache. Leave it out.",
+    "output_attentions": "the windows of a document have attention of their own, also to carried positions. Leave it "
+    "out; `carryforward inspect` shows the attention to the state.",
+}
 
 
 def check_overlap(config: RecurrentModelConfig, value: int | None, prefix: int | None = None) -> int:
@@ -240,10 +245,8 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
         if name == "token_type_ids":
             check_token_types(value)
         elif value is not None and value is not False:
-            reason = (
-                "generate has its own cache" if name == "use_cache" else "a document has many windows, each its own"
-            )
-            raise ValueError(f"{name} is not supported: {reason}. Leave it out.")
+            reason = _REASONS.get(name, "a document has many windows, each its own. Leave it out.")
+            raise ValueError(f"{name} is not supported: {reason}")
 
 
 def check_token_types(values: Tensor | None) -> None:

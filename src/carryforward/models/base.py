@@ -157,6 +157,11 @@ class RecurrentPreTrainedModel(WindowRunner):
         mask = torch.ones_like(framing) if attention_mask is None else attention_mask.to(framing)
         return mask & ~framing, framing
 
+    def _asks_for_hidden_states(self, value: bool | None) -> bool:
+        """Whether a call asks for the hidden states of all layers: by its argument, or else by the config."""
+        check_flag("output_hidden_states", value, optional=True)
+        return bool(self.config.output_hidden_states) if value is None else value
+
     @property
     def _chunks_loss(self) -> bool:
         """Whether the loss is computed without the logits of whole windows."""
@@ -175,8 +180,8 @@ class RecurrentPreTrainedModel(WindowRunner):
         With gradients enabled and no outputs, the parameters' gradients are computed here, not in `backward`.
         """
         return run_windows.run_windows(
-            self, plan, outputs,
-            budget=self.activation_budget, graphs=self.graph_cache, capturable=self._capturable_outputs,
+            self, plan, outputs, budget=self.activation_budget, graphs=self.graph_cache,
+            capturable=self._capturable_outputs and (outputs is None or not outputs.hidden_states),
         )  # fmt: skip
 
     def _state(self, plan: BatchPlan, flat: Tensor, summary: Tensor | None = None) -> State:

@@ -14,7 +14,7 @@ from ..backbones.modes import eval_mode
 from ..data.samples import batch_by_length, pad
 from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
 from ..models import argument_checks
-from ..models.loading import load_tokenizer
+from ..models.model_files import load_tokenizer
 from ..models.question_answering import ANSWER_KINDS, RecurrentForQuestionAnswering
 from ..utils.checks import check_count, check_flag
 from ..utils.peft import get_recurrent_model
