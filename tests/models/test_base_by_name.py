@@ -8,7 +8,7 @@ from helpers import prose
 from torch.testing import assert_close
 
 import carryforward as cf
-from carryforward.models.base_by_name import HEADS
+from carryforward.models.files.base_by_name import HEADS
 
 ENCODER = prose.encoder_tokenizer()
 

@@ -61,7 +61,7 @@ assert type(transformers.AutoModel.from_pretrained(path)) is type(model)  # carr
         files = {path.name: path for path in (tmp_path / name).iterdir()}
         again = {path.name for path in (tmp_path / f"{name}-again").iterdir()}
         assert again == files.keys(), "loaded by its loader, a model is saved with the loader alone"
-        source = Path(cf.__file__).parent / "models" / "modeling_carryforward.py"
+        source = Path(cf.__file__).parent / "models" / "files" / "modeling_carryforward.py"
         assert files["modeling_carryforward.py"].read_bytes() == source.read_bytes()
 
 

@@ -27,9 +27,9 @@ from ..utils.checks import check_flag
 from ..utils.peft import check_no_adapters
 from . import verification
 from .base import RecurrentPreTrainedModel
-from .base_by_name import load_base
 from .causal_lm import RecurrentForCausalLM
 from .encoders import RecurrentForMaskedLM, RecurrentForSequenceClassification, RecurrentForTokenClassification
+from .files.base_by_name import load_base
 from .headless import RecurrentModel
 from .position_offsets import built_in_documents, measure_position_offsets, needs_position_offsets
 from .question_answering import RecurrentForQuestionAnswering

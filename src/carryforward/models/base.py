@@ -35,7 +35,8 @@ from ..utils import checkpoints
 from ..utils.checks import check_count, check_flag
 from ..utils.files import atomic_folder
 from ..utils.peft import check_memory_saved, has_own_adapters
-from . import argument_checks, model_card
+from . import argument_checks
+from .files import model_card
 from .window_runner import WindowRunner
 
 logger = logging.get_logger(__name__)

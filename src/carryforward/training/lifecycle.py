@@ -14,7 +14,7 @@ from ..config import RecurrentModelConfig
 from ..memories.reach import memory_with_reach
 from ..models.add_recurrence import recurrence_of
 from ..models.base import RecurrentPreTrainedModel
-from ..models.model_card import CARD, write_files
+from ..models.files.model_card import CARD, write_files
 from ..settings.commands import QuestionSettings, TrainSettings
 from ..settings.recurrence import RecurrentSettings
 from ..utils import console

@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..utils.markdown import escape_markdown, markdown_table
+from ...utils.markdown import escape_markdown, markdown_table
 
 if TYPE_CHECKING:
-    from .base import RecurrentPreTrainedModel
+    from ..base import RecurrentPreTrainedModel
 
 CARD = "README.md"
 LOADER = "modeling_carryforward.py"

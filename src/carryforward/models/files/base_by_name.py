@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..config import RecurrentModelConfig
-from .model_files import load_config, load_model, load_tokenizer
+from ...config import RecurrentModelConfig
+from ..model_files import load_config, load_model, load_tokenizer
 
 # transformers' classes, by the names of their pipelines
 HEADS: dict[str, Any] = {
