@@ -2,14 +2,13 @@
 """Recurrence for pretrained transformers: documents of any length, in the memory of one window.
 
 The public names are imported when first used, so that `import carryforward` is instant; transformers' Auto classes and
-pipelines know recurrent models all the same (see `models.auto` and `qa.pipeline`).
+pipelines know recurrent models all the same (see `registration`).
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .models import auto
-from .utils.import_hooks import when_imported
+from .registration import register_when_needed
 
 if TYPE_CHECKING:
     from .config import RecurrenceConfig as RecurrenceConfig
@@ -103,9 +102,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def _register_pipelines() -> None:
-    importlib.import_module(".qa.pipeline", __name__).register()
-
-
-when_imported(auto.AUTO_CLASSES, auto.register)
-when_imported("transformers.pipelines", _register_pipelines)
+register_when_needed()

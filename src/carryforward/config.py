@@ -279,7 +279,7 @@ class RecurrentModelConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Called when a model is loaded by its loader (`models.files.model_card`): no copy of this module is to be saved."""
+        """Called when a model is loaded by its loader, which is then saved again; not this module."""
 
     @property
     def architecture(self) -> Architecture:

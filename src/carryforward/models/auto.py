@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes transformers' Auto classes know recurrent models. `import carryforward` has this done as soon as they are
-imported (`utils.import_hooks`)."""
+imported (`registration`)."""
 
 import re
 import sys

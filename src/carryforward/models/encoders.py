@@ -49,7 +49,8 @@ class EncoderHead(RecurrentPreTrainedModel):
         """Read documents, or the next piece of them.
 
         Args:
-            input_ids: the documents' own tokens, [B, N]; special tokens are added to every window.
+            input_ids: the documents' tokens, [B, N]. Special tokens are added to every window; those that a tokenizer
+                has put around a whole document are recognised, and have outputs too.
             attention_mask: 0 where a row is padded, left or right.
             labels: one for every token, [B, N], where -100 is not scored; for a sequence classifier one per document,
                 and as for the base model the loss follows `config.problem_type`.

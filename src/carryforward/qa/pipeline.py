@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The "question-answering" pipeline, which transformers removed in 5.3, for recurrent models and for plain ones.
 
-`import carryforward` enters it in transformers' registry. Arguments and results are those of the earlier pipeline.
+Importing this module enters it in transformers' registry, and `import carryforward` has the module imported as soon as
+transformers' pipelines are. Arguments and results are those of the earlier pipeline.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ _DEFAULT_MODEL = "distilbert/distilbert-base-cased-distilled-squad", "564e9b5"  
 _TENSORS = ("input_ids", "attention_mask", "question_ids", "question_mask")
 
 
-def register() -> None:
+def _register() -> None:
     """Enter the pipeline in transformers' registry, and take it off the list of removed ones."""
     getattr(pipelines, "REMOVED_TASKS", {}).pop(TASK, None)
     # not by `register_pipeline`: the pipeline would be saved with a copy of this file
@@ -262,3 +263,6 @@ def _merged(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if first is not answer:
             first["score"] += answer["score"]
     return [*merged.values()]
+
+
+_register()

@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does something as soon as a module of another library is imported, without importing it.
+"""Enters models and pipelines in transformers' registries, without importing transformers to do so.
 
-`import carryforward` takes milliseconds. What must be entered in transformers' registries waits until transformers'
-own modules are first imported, by whoever imports them.
+`import carryforward` takes milliseconds. The registration is done when transformers' own modules are first imported, by
+whoever imports them; if they are in memory already, at once.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable
 from types import ModuleType
 
+from .models import auto
 
-def when_imported(module: str, do: Callable[[], object]) -> None:
+
+def register_when_needed() -> None:
+    """Register now what belongs to modules of transformers that are loaded, and the rest as soon as they are."""
+    _when_imported(auto.AUTO_CLASSES, auto.register)
+    _when_imported("transformers.pipelines", _register_pipelines)
+
+
+def _register_pipelines() -> None:
+    importlib.import_module(".qa.pipeline", __package__)  # which registers itself
+
+
+def _when_imported(module: str, do: Callable[[], object]) -> None:
     """Call `do` now if a module is loaded, otherwise as soon as it is, once."""
     if module in sys.modules:
         do()
