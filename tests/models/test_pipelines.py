@@ -34,7 +34,8 @@ def encoder(task):
     with torch.no_grad():
         for weight in base.parameters():
             weight.normal_(std=0.3)
-    return base, cf.add_recurrence(base, tokenizer=TOKENIZER, window=32, memory=cf.KVMemoryConfig(recent=12, sinks=2))
+    documents, memory = [[*range(len(TOKENIZER))] * 3], cf.KVMemoryConfig(recent=12, sinks=2)
+    return base, cf.add_recurrence(base, tokenizer=TOKENIZER, documents=documents, window=32, memory=memory)
 
 
 def run(task, model, texts, tokenizer=None, **options):
