@@ -60,7 +60,9 @@ def test_an_encoder_has_the_head_it_was_saved_with_or_the_one_asked_for(bert):
         assert type(model.base) is type(loader.from_config(model.base.config))
         assert model.auto_class == loader.__name__
         assert model.dtype == torch.float32
-    assert isinstance(cf.add_recurrence(bert, head="question-answering"), cf.RecurrentForQuestionAnswering)
+    assert isinstance(
+        cf.add_recurrence(bert, head="question-answering", preset="paper"), cf.RecurrentForQuestionAnswering
+    )
 
 
 def test_a_tokenizer_that_is_given_is_used(bert, tmp_path):
