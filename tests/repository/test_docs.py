@@ -18,7 +18,7 @@ from helpers import prose
 
 import carryforward as cf
 from carryforward.cli.main import app
-from carryforward.models.loading import load_tokenizer
+from carryforward.models.model_files import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("anchors", ROOT / "docs" / "anchors.py")
@@ -104,7 +104,7 @@ def test_commands_have_the_options_that_are_shown(page):
 ORDER = [
     "windows", "presets", "settings", "utils", "data", "backbones", "state", "memories", "config",
     "engine", "models", "evaluation", "training", "analysis", "qa", "embeddings", "tasks", "reproduction",
-    "cli", "__main__",
+    "registration", "cli", "__main__",
 ]  # fmt: skip
 MAX_ROOT_MODULES, MAX_FILES = 8, 16
 
@@ -167,7 +167,7 @@ for name in {names}:
         importlib.import_module(f"carryforward.{{name}}")
         models = {{module for module in sys.modules if module.startswith("carryforward.models.")}}
         if name != "windows" and models == {{"carryforward.models.auto"}}:
-            assert any(type(finder).__module__ == "carryforward.models.auto" for finder in sys.meta_path)
+            assert any(type(finder).__module__ == "carryforward.registration" for finder in sys.meta_path)
             os._exit(0)
         from transformers import AutoConfig, AutoModel
         AutoModel.register

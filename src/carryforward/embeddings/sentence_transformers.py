@@ -21,7 +21,7 @@ from ..models import auto
 from ..models.add_recurrence import add_recurrence
 from ..models.base import RecurrentPreTrainedModel
 from ..models.headless import RecurrentModel
-from ..models.loading import load_tokenizer
+from ..models.model_files import load_tokenizer
 from ..utils.peft import get_recurrent_model
 from .encode import without_head
 

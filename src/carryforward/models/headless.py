@@ -18,8 +18,9 @@ class RecurrentModel(TokenOutputModel):
 
     auto_class = "AutoModel"
 
-    def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
-        return self.base(**inputs).last_hidden_state[:, start:]
+    def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> tuple[Tensor, Any]:
+        outputs = self.base(**inputs)
+        return outputs.last_hidden_state[:, start:], outputs
 
     @property
     def _output_size(self) -> int:
@@ -38,6 +39,7 @@ class RecurrentModel(TokenOutputModel):
         use_state: bool = True,
         final: bool = True,
         allow_other_model: bool = False,
+        output_hidden_states: bool | None = None,
         **others: Any,
     ) -> RecurrentOutput:
         """Read documents, or the next piece of them. Arguments as in `encoders.EncoderHead.forward`."""
@@ -46,5 +48,7 @@ class RecurrentModel(TokenOutputModel):
             input_ids, attention_mask, None, state, overlap=overlap, use_state=use_state, outputs=True, final=final,
             allow_other_model=allow_other_model,
         )  # fmt: skip
-        hidden, fields = self._read_documents(plan, *input_layout(plan, state))
+        hidden, fields = self._read_documents(
+            plan, *input_layout(plan, state), hidden_states=self._asks_for_hidden_states(output_hidden_states)
+        )
         return RecurrentOutput(last_hidden_state=hidden, **fields)
