@@ -20,7 +20,10 @@ integration = pytest.importorskip("carryforward.evaluation.lm_eval")
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = prose.tokenizer()
-SHORT = [TOKENIZER.decode(TOKENIZER(text)["input_ids"][:length]) for text, length in zip(prose.TOPICS[:4], (3, 20, 31, 9), strict=True)]  # fmt: skip
+SHORT = [
+    TOKENIZER.decode(TOKENIZER(text)["input_ids"][:length])
+    for text, length in zip(prose.TOPICS[:4], (3, 20, 31, 9), strict=True)
+]
 LONG = [text[:size] for text, size in zip(prose.TOPICS[:5], (900, 90, 333, 40, 1), strict=True)]
 SETTINGS = {"vocab_size": prose.VOCABULARY, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 MEMORIES = {
@@ -48,22 +51,19 @@ def ask(lm, kind, arguments):
 
 
 def choices():
-    """Contexts with continuations: of one token and several, two that differ in the last one alone, an empty context."""
+    """Contexts, one of them empty, with continuations: of one token and several, some with equal beginnings."""
     pairs = [(context, context_end) for context in SHORT[:3] for context_end in (" a", " the end", " then")]
     return [*pairs, ("", " of"), ("", " a list of")]
 
 
-# --- equal to lm-eval's own model, where that can read the text --------------------------------------------------------
+# --- equal to lm-eval's own model, where that can read the text -------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("kind", ["recurrent", "plain"])
 def test_texts_within_one_window_have_the_scores_of_lm_evals_own_model(name, kind):
     model = recurrent(name, window=40, overlap=0)
-    if kind == "recurrent":
-        lm = ours(model)
-    else:
-        lm = ours(tiny.base(name, **SETTINGS), window=40)
+    lm = ours(model) if kind == "recurrent" else ours(tiny.base(name, **SETTINGS), window=40)
     own = theirs(tiny.base(name, **SETTINGS))
     assert lm.use_state == (kind == "recurrent")
     for (likelihood, greedy), (expected, expected_greedy) in zip(
@@ -94,7 +94,7 @@ def test_greedy_continuations_are_known_as_such():
     assert scores[0][0] > scores[1][0]
 
 
-# --- texts of any length ------------------------------------------------------------------------------------------------
+# --- texts of any length ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_state", [True, False])
@@ -150,7 +150,7 @@ def test_the_control_differs():
     assert abs(with_state - without) > 1
 
 
-# --- tasks, by import and on the command line ---------------------------------------------------------------------------
+# --- tasks, by import and on the command line -------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -70,12 +70,13 @@ class RecurrentLM(HFLM):
             pretrained, more = find(name)
             kwargs |= {**more, "device": usable_device(device)}
         super().__init__(pretrained, **kwargs)
+        model: Any = self._model
         if run is not None and not run["settings"].get("recurrence", True):
-            self._model = getattr(self._model, "base", self._model)  # the recurrence was never trained
-        window, own_overlap = window_and_overlap(name, self._recurrent.config, run, window)
-        self.use_state = use_state and isinstance(self._recurrent, RecurrentForCausalLM)
-        if not isinstance(self._recurrent, RecurrentForCausalLM):
-            self._model = wrap_plain(self._model, window)
+            model = getattr(model, "base", model)  # the recurrence was never trained
+        window, own_overlap = window_and_overlap(name, get_recurrent_model(model).config, run, window)
+        is_plain = not isinstance(get_recurrent_model(model), RecurrentForCausalLM)
+        self.use_state = use_state and not is_plain
+        self._model = wrap_plain(model, window) if is_plain else model
         if not isinstance(self._recurrent, RecurrentForCausalLM):
             raise ValueError(f"pretrained: a {type(self._model).__name__} cannot be read in windows. Use --model hf.")
         overlap = own_overlap or 0 if overlap is None else overlap

@@ -15,6 +15,7 @@ from ..windows import IGNORE
 
 NEUTRAL = ("inputs_embeds", "position_ids", "token_type_ids", "head_mask", "past_key_values", "cache_position",
            "use_cache", "output_attentions", "output_hidden_states")  # fmt: skip
+_OF_PACKED = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # come with packed rows
 
 
 def check_overlap(config: RecurrentModelConfig, value: int | None, prefix: int | None = None) -> int:
@@ -219,6 +220,7 @@ def _within(x: Tensor, size: int) -> bool:
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Check arguments that peft and others pass to every model: their values must request nothing."""
+    _refuse_packed(arguments)
     for name, value in arguments.items():
         if name not in NEUTRAL:
             raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
@@ -229,6 +231,18 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
                 "generate has its own cache" if name == "use_cache" else "a document has many windows, each its own"
             )
             raise ValueError(f"{name} is not supported: {reason}. Leave it out.")
+
+
+def _refuse_packed(arguments: dict[str, Any]) -> None:
+    """Refuse rows that hold several documents: a state would pass from one to the next."""
+    positions = arguments.get("position_ids")
+    restarts = isinstance(positions, Tensor) and bool((positions == 0).sum(dim=-1).gt(1).any())
+    given = ["position_ids"] * restarts + [name for name in _OF_PACKED if arguments.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"the batch is packed ({given[0]}): several documents stand in one row, and the state would pass from one "
+            "to the next. Give each document its own row; with TRL: packing=False and padding_free=False."
+        )
 
 
 def check_token_types(values: Tensor | None) -> None:

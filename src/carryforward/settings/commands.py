@@ -41,7 +41,7 @@ NO_STATE = "Process every window on its own, without the state."
 NO_CONTROL = "Do not score recurrent models with the state removed."
 MIXED_PRECISION = "Use bfloat16 mixed precision."
 _QUESTIONS = "HotpotQA or SQuAD JSON, or rows of it (also .gz, .xz)."
-TEXT_FIELD = "Field that holds the text, in JSON lines and Hub datasets."
+TEXT_FIELD = "Field that holds the text, in JSON, Parquet files and Hub datasets."
 
 
 @dataclass(frozen=True)
