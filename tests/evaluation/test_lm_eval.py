@@ -15,8 +15,9 @@ from helpers.cli_runner import invoke
 import carryforward as cf
 
 api = pytest.importorskip("lm_eval.api.instance", reason="make test-all: it installs lm-eval")
-huggingface = pytest.importorskip("lm_eval.models.huggingface")
-integration = pytest.importorskip("carryforward.evaluation.lm_eval")
+from lm_eval.models import huggingface  # noqa: E402
+
+from carryforward.evaluation import lm_eval as integration  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = prose.tokenizer()

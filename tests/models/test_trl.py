@@ -8,8 +8,8 @@ from torch.testing import assert_close
 from transformers import TrainerCallback
 
 trl = pytest.importorskip("trl", reason="make test-all: it installs trl")
-datasets = pytest.importorskip("datasets")
-peft = pytest.importorskip("peft")
+import datasets  # noqa: E402
+import peft  # noqa: E402
 
 TOKENIZER = prose.tokenizer()
 SETTINGS = {"vocab_size": prose.VOCABULARY, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}

@@ -70,7 +70,7 @@ class RecurrentLM(HFLM):
             pretrained, more = find(name)
             kwargs |= {**more, "device": usable_device(device)}
         super().__init__(pretrained, **kwargs)
-        model: Any = self._model
+        model: Any = self.model
         if run is not None and not run["settings"].get("recurrence", True):
             model = getattr(model, "base", model)  # the recurrence was never trained
         window, own_overlap = window_and_overlap(name, get_recurrent_model(model).config, run, window)
