@@ -93,7 +93,7 @@ def test_commands_have_the_options_that_are_shown(page):
             name = arguments.pop(0)
             assert name in command.commands, line
             command = command.commands[name]
-        if command.ignore_unknown_options:  # another program reads them
+        if command.context_settings.get("ignore_unknown_options"):  # another program reads them
             continue
         known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
         known |= {option for parameter in command.params for option in parameter.secondary_opts}
