@@ -9,9 +9,8 @@ import carryforward as cf
 
 from . import families, tiny
 
-MISSING = "quantised models need bitsandbytes and torchao: pip install 'carryforward[quantized]'"
-bitsandbytes = pytest.importorskip("bitsandbytes", reason=MISSING)
-torchao = pytest.importorskip("torchao.quantization", reason=MISSING)
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="make test-all: it installs bitsandbytes")
+torchao = pytest.importorskip("torchao.quantization", reason="make test-all: it installs torchao")
 
 METHODS = {
     "bitsandbytes 8": lambda: hf.BitsAndBytesConfig(load_in_8bit=True),
@@ -23,9 +22,21 @@ METHODS = {
     "torchao 8, activations too": lambda: hf.TorchAoConfig(torchao.Int8DynamicActivationInt8WeightConfig()),
     "torchao 4": lambda: hf.TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
 }
+
+
+def cases(*cases):
+    """Parameters of a test, each a method or a model and a method; most are slow."""
+    quick = ("torchao 8", ("llama", "bitsandbytes nf4"), ("llama", "torchao 8"))
+    marks = [() if case in quick else pytest.mark.slow for case in cases]
+    values = [(case,) if isinstance(case, str) else case for case in cases]
+    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]
+
+
 # torchao quantises linear layers, and those of GPT-2 are of another class.
-CASES = [("llama", method) for method in METHODS] + [("gpt2", method) for method in METHODS if "bits" in method]
-TRAINED = ["bitsandbytes 8", "bitsandbytes nf4", "torchao 8", "torchao 4"]
+MODELS = cases(
+    *(("llama", method) for method in METHODS), *(("gpt2", method) for method in METHODS if "bits" in method)
+)
+TRAINED = cases("bitsandbytes 8", "bitsandbytes nf4", "torchao 8", "torchao 4")
 # Groups of 64 weights, and the vocabulary of `prose`.
 _SIZES = {"hidden_size": 64, "n_embd": 64, "intermediate_size": 128, "n_inner": 128, "head_dim": 32, "vocab_size": 300}
 MEMORIES = [cf.KVMemoryConfig(recent=3, sinks=1), cf.VectorMemoryConfig(hidden_sizes=(12,), insert_at="all")]

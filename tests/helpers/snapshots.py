@@ -3,10 +3,11 @@
 
 
 def snapshot(model):
-    """Modes, hooks, attributes, gradients, weights and the config: all that a call could change."""
+    """Modes, hooks, classes, attributes, gradients, weights and the config: all that a call could change."""
     return {
         "modes": [module.training for module in model.modules()],
         "hooks": [[*module._forward_hooks.values(), *module._forward_pre_hooks.values()] for module in model.modules()],
+        "classes": [type(module) for module in model.modules()],
         "attributes": [sorted(vars(module)) for module in model.modules()],
         "gradients": [parameter.grad for parameter in model.parameters()],
         "requires": [parameter.requires_grad for parameter in model.parameters()],

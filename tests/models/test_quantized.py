@@ -9,7 +9,7 @@ import transformers as hf
 from helpers import families, prose, quantized, tiny
 from helpers.commands import fail, succeed
 from helpers.generation import GREEDY, decode, greedy_continuation, logits_of_one_call
-from helpers.quantized import CASES, METHODS, load, recurrent
+from helpers.quantized import METHODS, load, recurrent
 from torch.testing import assert_close
 
 import carryforward as cf
@@ -43,7 +43,7 @@ def tolerance_of(method):
     return 0.06 if method in ("bitsandbytes 8", "torchao 8, activations too") else 1e-4
 
 
-@pytest.mark.parametrize(("name", "method"), CASES)
+@pytest.mark.parametrize(("name", "method"), quantized.MODELS)
 def test_it_is_the_base_model_without_its_state_and_reads_in_any_way(name, method, folders):
     base, tolerance = load(folders[name], method), tolerance_of(method)
     model = recurrent(base)
@@ -67,7 +67,7 @@ def test_greedy_search_finds_the_tokens_of_whole_calls(method, folders):
     assert model.generate(IDS, max_new_tokens=9, **GREEDY).equal(greedy_continuation(model, IDS, 9))
 
 
-@pytest.mark.parametrize(("name", "method"), CASES)
+@pytest.mark.parametrize(("name", "method"), quantized.MODELS)
 def test_saved_and_loaded_it_computes_the_same(name, method, folders, tmp_path):
     model = recurrent(load(folders[name], method))
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_weights_that_pass_no_gradients_are_refused_in_training(folders):
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "method"), [("granite", "bitsandbytes nf4"), ("llama", "torchao 8")])
+@pytest.mark.parametrize(("kind", "method"), quantized.cases(("granite", "bitsandbytes nf4"), ("llama", "torchao 8")))
 def test_commands_on_a_folder_with_quantised_weights(kind, method, folders, tmp_path):
     model, text = load(folders[kind], method), tmp_path / "text.txt"
     model.save_pretrained(tmp_path / "base")
@@ -238,7 +238,7 @@ def test_commands_on_a_folder_with_quantised_weights(kind, method, folders, tmp_
 # --- verification ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quantized.cases(*METHODS))
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [({"norm": None}, "a vector does not enter"), ({"rotation_layout": "halves backwards"}, "are not one text"),

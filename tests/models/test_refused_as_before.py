@@ -25,6 +25,7 @@ REFUSED = {
     "a wrong window": ("granite", {"window": 8, "overlap": 8}, "overlap"),
     "no text to measure on": ("gpt2", {"window": 8, "memory": KV}, "Give documents=... .* or tokenizer=..."),
     "too little text": ("gpt_bigcode", {"window": 8, "memory": KV, "documents": [[5, 6]]}, "Give more text"),
+    "too little text for shared layers": ("albert", {"memory": KV, "documents": [[5, 6]]}, "Give more text"),
     "another tokenizer": ("esm", {"tokenizer": prose.tokenizer()}, "tokenizer gives ids up to"),
     "another head": ("eurobert", {"head": "question-answering"}, "has a head already"),
 }
@@ -40,11 +41,24 @@ def test_a_refused_model_is_as_before(case, attention, training, monkeypatch):
     model = families.base(name).train(training)
     model.config._attn_implementation = attention
     model.base_model.get_input_embeddings().eval()
+    assert_refused_as_before(model, message, **arguments)
+
+
+def assert_refused_as_before(model, message, **arguments):
     before, random = snapshot(model), torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
         cf.add_recurrence(model, **arguments)
     assert snapshot(model) == before
     assert torch.get_rng_state().equal(random)
+
+
+@pytest.mark.parametrize(("name", "positions"), [("gptj", "exceeds the 40 positions"), ("falcon", "overlap=39")])
+def test_one_that_attends_by_itself(name, positions):
+    model = families.base(name)
+    assert_refused_as_before(model, positions, window=39, overlap=39 * (name == "falcon"), memory=KV)
+    exact = model.config._attn_implementation
+    model.config._attn_implementation = "flash_attention_2"  # its class is chosen when it is loaded
+    assert_refused_as_before(model, f"keeps the one that it was loaded with: load it with .*'{exact}'")
 
 
 def test_recurrence_can_be_added_to_it_in_another_way(monkeypatch):

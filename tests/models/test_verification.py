@@ -24,9 +24,12 @@ def described(name, **wrong):
     return model
 
 
+def head_of(model):
+    return cf.RecurrentForCausalLM if architecture_of(model.config).causal else cf.RecurrentForMaskedLM
+
+
 def verify(model):
-    head = cf.RecurrentForCausalLM if architecture_of(model.config).causal else cf.RecurrentForMaskedLM
-    verification.verify(model, head)
+    verification.verify(model, head_of(model))
 
 
 NORM = "a vector does not enter layer 1 as a token's hidden state does"
@@ -55,6 +58,15 @@ WRONG = [
     ("granite", {"plain_head": True}, LOSS),
     ("cohere", {"plain_head": True}, LOSS),
     ("stablelm", {"hands_down": True}, "the check 'state arrives' fails"),
+    ("gptj", {"norm": None}, NORM),
+    ("gptj", {"rotation_layout": "halves, angles once"}, ROTATION),
+    ("gptj", {"reaches_layers": True}, "the check 'state arrives' fails"),
+    ("gptj", {"own_attention": ""}, "the check 'state arrives' fails"),
+    ("falcon", {"own_attention": ""}, "the check 'state arrives' fails"),
+    ("falcon", {"own_attention": "_attn"}, "the check 'state arrives' fails"),
+    ("falcon", {"norm": "ln_mlp"}, NORM),
+    ("albert", {"order": ()}, "the check 'state arrives' fails"),
+    ("jetmoe", {"kv_repeats": 1}, "the check 'token by token' fails"),
 ]
 
 
@@ -77,13 +89,20 @@ def test_a_wrong_architecture_is_refused(name, wrong, message):
         ("granite", {"rotary": False}, {"_vectors_enter", "_keys_move"}),
         ("smollm3", {"unrotated": ()}, {"_two_windows", "_keys_move"}),
         ("granite", {"plain_head": True}, {"_loss"}),
+        ("gptj", {}, set()),
+        ("gptj", {"norm": None}, {"_vectors_enter"}),
+        ("gptj", {"rotation_layout": "halves, angles once"}, {"_two_windows", "_keys_move"}),
+        ("falcon", {}, set()),
+        ("falcon", {"norm": "ln_mlp"}, {"_vectors_enter"}),
+        ("falcon", {"rotary": False}, {"_vectors_enter", "_keys_move"}),
+        ("albert", {}, set()),
     ],
     ids=str,
 )
 def test_each_check_finds_it_by_itself(name, wrong, checks, dtype):
     model = described(name, **wrong).to(dtype)
     with torch.no_grad():
-        probe = verification._Probe(model, cf.RecurrentForCausalLM)
+        probe = verification._Probe(model, head_of(model))
         assert {check.__name__ for check in verification._CHECKS if verification._problem(check, probe)} == checks
 
 

@@ -22,9 +22,10 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_before_on_error(model: nn.Module) -> Iterator[None]:
-    """If an error is raised inside, the model is as before afterwards: its hooks, buffers, modes, attributes and
-    config; and so are torch's random numbers."""
+    """If an error is raised inside, the model is as before afterwards: its hooks, buffers, modes, attributes, classes
+    and config; and so are torch's random numbers."""
     modules = [*model.modules()]
+    classes = [type(module) for module in modules]
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     attributes = [(vars(owner), dict(vars(owner))) for owner in (*modules, *configs.values())]
     contents = [
@@ -37,5 +38,7 @@ def as_before_on_error(model: nn.Module) -> Iterator[None]:
         for changed, before in (*attributes, *contents):
             changed.clear()
             changed.update(before)
+        for module, cls in zip(modules, classes, strict=True):
+            module.__class__ = cls
         torch.set_rng_state(random)
         raise

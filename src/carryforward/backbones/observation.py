@@ -8,13 +8,16 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from . import attention, own_attention
 from .attention import eager_attention_of, unwrapped_name
 from .modes import eval_mode
 
@@ -46,10 +49,10 @@ class ModuleCall:
 
 @dataclass
 class AttentionCall:
-    """One call of transformers' attention interface.
+    """One call of transformers' attention interface, or of what a module calls instead.
 
     Attributes:
-        is_eager: of the function that computes attention from its formula, and knows no causal attention but by a mask.
+        is_eager: of a function that computes attention from its formula, and knows no causal attention but by a mask.
     """
 
     module: nn.Module
@@ -80,9 +83,11 @@ class Observation:
     """What happened in one call, in order.
 
     Attributes:
+        ids: the token ids that the model was called on.
         masks: input: for attention modules, masks to use instead of the model's own.
     """
 
+    ids: Tensor | None = None
     masks: dict[nn.Module, Tensor] = field(default_factory=dict)
     modules: list[ModuleCall] = field(default_factory=list)  # by the time at which they began
     attention: list[AttentionCall] = field(default_factory=list)
@@ -91,38 +96,43 @@ class Observation:
     def of(self, module: nn.Module) -> list[ModuleCall]:
         return [call for call in self.modules if call.module is module]
 
+    def attend(
+        self, function: Callable[..., Any], is_eager: bool, module: nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, mask: Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Record a call of an attention function, and make it."""
+        mask = self.masks.get(module, kwargs.pop("attention_mask", mask))
+        self.attention.append(AttentionCall(module, query, key, value, mask, kwargs, is_eager))
+        return function(module, query, key, value, mask, **kwargs)
+
 
 _current: list[Observation] = []  # the attention functions below are found by name and get no further argument
 
 
-def _recorded(attend: Callable[..., Any], is_eager: bool) -> Callable[..., Any]:
-    def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        observation = _current[-1]
-        mask = observation.masks.get(module, kwargs.pop("attention_mask", mask))
-        observation.attention.append(AttentionCall(module, query, key, value, mask, kwargs, is_eager))
-        return attend(module, query, key, value, mask, **kwargs)
-
-    return record
+def _sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _current[-1].attend(sdpa_attention_forward, False, module, *args, **kwargs)
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return eager_attention_of(module)(module, *args, **kwargs)
+    return _current[-1].attend(eager_attention_of(module), True, module, *args, **kwargs)
 
 
-for _name, _attend, _mask in (
-    ("sdpa", sdpa_attention_forward, masking_utils.sdpa_mask),
+for _name, _function, _mask in (
+    ("sdpa", _sdpa, masking_utils.sdpa_mask),
     ("eager", _eager, masking_utils.eager_mask),
 ):
-    AttentionInterface.register(f"{_PREFIX}{_name}", _recorded(_attend, _name == "eager"))
+    AttentionInterface.register(f"{_PREFIX}{_name}", _function)
     AttentionMaskInterface.register(f"{_PREFIX}{_name}", _mask)
 
 
 @torch.no_grad()
-def observe(backbone: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Observation:
-    """Call a model without its head on token ids [B, n], and record the calls of all its modules."""
-    observation = Observation()
+def observe(backbone: PreTrainedModel, ids: Tensor, own: str = "", **kwargs: Any) -> Observation:
+    """Call a model without its head on token ids [B, n], and record the calls of all its modules.
+
+    Args:
+        own: what its attention modules call instead of the attention interface; see `own_attention`.
+    """
+    observation = Observation(ids)
     open_calls: list[ModuleCall] = []
 
     def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -135,7 +145,7 @@ def observe(backbone: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Observatio
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(backbone))
-        stack.enter_context(observed_attention(backbone, observation))
+        stack.enter_context(observed_attention(backbone, observation, own))
         for module in backbone.modules():
             for handle in (
                 module.register_forward_pre_hook(begin, with_kwargs=True),
@@ -147,24 +157,61 @@ def observe(backbone: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Observatio
 
 
 @contextlib.contextmanager
-def observed_attention(model: nn.Module, observation: Observation) -> Iterator[None]:
-    """Record the calls of the attention interface inside."""
-    configs: dict[int, Any] = {
+def observed_attention(model: nn.Module, observation: Observation, own: str = "") -> Iterator[None]:
+    """Record the calls of the attention interface inside, or of what attention modules call instead (`own`)."""
+    with contextlib.ExitStack() as stack:
+        for config in _configs(model):
+            stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            name = unwrapped_name(config._attn_implementation)
+            if own == own_attention.FUNCTION:
+                config._attn_implementation = "sdpa"
+            elif not own and name in ("sdpa", "eager"):
+                config._attn_implementation = f"{_PREFIX}{name}"
+        if own == own_attention.METHOD:
+            attend = partial(observation.attend, own_attention.method_attention, True)
+            for module in own_attention.modules_with_method(model):
+                stack.callback(own_attention.take_over(module, own, attend))
+        if own == own_attention.FUNCTION:
+            attend, running = partial(observation.attend, sdpa_attention_forward, False), _running_modules(model, stack)
+            of_running = lambda _, *args, **kwargs: attend(running[-1], *args, **kwargs)  # noqa: E731
+            stack.callback(own_attention.take_over(model, own, of_running))
+        _current.append(observation)
+        stack.callback(_current.pop)
+        yield
+
+
+@contextlib.contextmanager
+def observed_kernels(observation: Observation) -> Iterator[None]:
+    """Record the calls of attention kernels inside, below everything that this package does."""
+    sdpa, method = sdpa_attention_forward, own_attention.method_attention
+
+    def eager_attention(module: nn.Module) -> Callable[..., Any]:
+        return partial(observation.attend, eager_attention_of(module), True)
+
+    with (
+        mock.patch.object(attention, "sdpa_attention_forward", partial(observation.attend, sdpa, False)),
+        mock.patch.object(attention, "eager_attention_of", eager_attention),
+        mock.patch.object(own_attention, "method_attention", partial(observation.attend, method, True)),
+    ):
+        yield
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    configs = {
         id(config): config
         for module in model.modules()
         if hasattr(config := getattr(module, "config", None), "_attn_implementation")
     }
-    used = {key: config._attn_implementation for key, config in configs.items()}
-    for key, config in configs.items():
-        if unwrapped_name(used[key]) in ("sdpa", "eager"):
-            config._attn_implementation = f"{_PREFIX}{unwrapped_name(used[key])}"
-    _current.append(observation)
-    try:
-        yield
-    finally:
-        _current.pop()
-        for key, config in configs.items():
-            config._attn_implementation = used[key]
+    return [*configs.values()]
+
+
+def _running_modules(model: nn.Module, stack: contextlib.ExitStack) -> list[nn.Module]:
+    """The modules that are running, the innermost last, until a stack is closed."""
+    running: list[nn.Module] = []
+    for module in model.modules():
+        stack.callback(module.register_forward_pre_hook(lambda module, _: running.append(module)).remove)
+        stack.callback(module.register_forward_hook(lambda *_: running.pop() and None, always_call=True).remove)
+    return running
 
 
 def call_backbone(backbone: PreTrainedModel, ids: Tensor | None, **kwargs: Any) -> Any:

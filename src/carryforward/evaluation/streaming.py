@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..data.samples import batch_by_length
 from ..models.outputs import RecurrentOutput
 from ..state import State
+from ..windows import WindowGroup
 
 Read = Callable[["Piece", State | None], RecurrentOutput]
 
@@ -42,6 +43,7 @@ def stream_documents(
     min_length: int = 1,
     separate_final: bool = False,
     block_windows: int = 1,
+    group: WindowGroup | None = None,
 ) -> Iterator[tuple[Piece, RecurrentOutput]]:
     """Read documents, the longest first, piece by piece.
 
@@ -58,11 +60,14 @@ def stream_documents(
             with `final` that documents end. By default rows that end and rows that continue share a call. With blocks
             they never do.
         block_windows: windows that run side by side; 1 if they wait for each other.
+        group: the groups in which windows see their right neighbours, if they do. A piece ends with a group.
 
     Yields:
         Each piece and the output of its call. The pieces of a document come in order.
     """
     batches = batch_by_length(lengths, batch_size, min_length)
+    if group is not None:  # whose last window is read again, with the next piece
+        overlap, block_windows = stride, max(block_windows // group.advance, 1) * group.advance
     if block_windows > 1:
         documents = [i for batch in batches for i in batch]
         yield from _stream_blocks(read, lengths, documents, stride, overlap, block_windows, batch_size)

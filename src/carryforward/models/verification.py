@@ -11,21 +11,19 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..backbones import attention
 from ..backbones.architectures import architecture_of
 from ..backbones.discovery import probe_ids
 from ..backbones.hooks import HookContext
 from ..backbones.modes import eval_mode
-from ..backbones.observation import AttentionCall, Observation, call_backbone, observed_attention
+from ..backbones.observation import AttentionCall, Observation, call_backbone, observed_attention, observed_kernels
 from ..backbones.quantization import is_quantized
 from ..config import RecurrenceConfig, RecurrentModelConfig
 from ..memories.base import MemoryConfig
@@ -108,12 +106,12 @@ class _SecondWindow(NamedTuple):
     Attributes:
         carried: keys and values, [1, L, 2, heads, n, d].
         vectors: by layer, [1, 1, k].
-        calls: of attention kernels, by attention module.
+        calls: of attention kernels, by layer; None if there was none.
     """
 
     carried: Tensor
     vectors: dict[int, Tensor]
-    calls: dict[nn.Module, AttentionCall]
+    calls: list[AttentionCall | None]
 
 
 class _Probe:
@@ -128,7 +126,7 @@ class _Probe:
         self.architecture = architecture_of(base.config)
         self.backbone = self.architecture.backbone_of(base)
         windows, self.attention_alone = self.ids.unflatten(1, (2, WINDOW)).flatten(0, 1), Observation()
-        with observed_attention(self.backbone, self.attention_alone):
+        with self.observed(self.attention_alone):
             together = self.hidden(windows)
         self.windows_alone = together.unflatten(0, (2, 2)).flatten(1, 2)
         noise = _relative_error(self.hidden(windows[:1]), together[:1])
@@ -143,30 +141,40 @@ class _Probe:
         """The base model's last hidden states."""
         return call_backbone(self.backbone, ids, **kwargs).last_hidden_state
 
-    @property
-    def attention_modules(self) -> list[nn.Module]:
-        """The attention module of each layer."""
-        layers = self.architecture.layer_list(self.backbone)
-        return [layer.get_submodule(self.architecture.attention) for layer in layers]
+    def observed(self, observation: Observation) -> contextlib.AbstractContextManager[None]:
+        """Record the calls of attention inside."""
+        return observed_attention(self.backbone, observation, self.architecture.own_attention)
+
+    def of_layers(self, calls: Sequence[AttentionCall]) -> list[AttentionCall | None]:
+        """For each layer its first call of attention, or None. A module that computes several layers is called for
+        them in order."""
+        by_module: dict[Any, list[AttentionCall]] = {}
+        for call in calls:
+            by_module.setdefault(call.module, []).append(call)
+        modules = [layer.get_submodule(self.architecture.attention)
+                   for layer in self.architecture.layers_in_order(self.backbone)]  # fmt: skip
+        shared = [modules[:number].count(module) for number, module in enumerate(modules)]
+        of_layer = [by_module.get(module, [])[count:] for module, count in zip(modules, shared, strict=True)]
+        return [calls[0] if calls else None for calls in of_layer]
 
     @cached_property
     def second_window(self) -> _SecondWindow:
         model, context = self.recurrent(KVMemoryConfig(recent=2, sinks=0), _VECTORS), HookContext()
         state = model.advance_state(self.ids[:1, : WINDOW + 1])  # with the first token after it, a window is complete
         model.memory.read(state.memory, context)
-        with _kernel_calls() as calls:
+        observation = Observation()
+        with observed_kernels(observation):
             model(self.ids[:1, WINDOW + 1 :], state=state)
-        return _SecondWindow(state.memory["kv"], context.slots, {call.module: call for call in calls})
+        return _SecondWindow(state.memory["kv"], context.slots, self.of_layers(observation.attention))
 
     @cached_property
     def kv_of_vectors(self) -> Tensor:
         """Keys and values as in a state, [1, L, 2, heads, WINDOW, d], of tokens that all have the vector of each layer
         as their hidden state."""
-        observation, layers = Observation(), self.architecture.layer_list(self.backbone)
-        with observed_attention(self.backbone, observation), _same_hidden_states(layers, self.second_window.vectors):
+        observation, layers = Observation(), self.architecture.layers_in_order(self.backbone)
+        with self.observed(observation), _same_hidden_states(layers, self.second_window.vectors):
             self.hidden(self.ids[:1, :WINDOW])
-        calls = {call.module: call for call in observation.attention}
-        kv = [(calls[module].key, calls[module].value) for module in self.attention_modules]
+        kv = [(call.key, call.value) for call in self.of_layers(observation.attention) if call is not None]
         layouts = self.architecture.kv_layouts(self.backbone)
         if layouts:
             kv = [(layout.keys(key), layout.values(value)) for layout, (key, value) in zip(layouts, kv, strict=True)]
@@ -204,7 +212,7 @@ class _Probe:
 
 def _relative_error(x: Tensor, expected: Tensor) -> float:
     """The size of the difference as a part of the whole: single numbers may be rounded by more."""
-    return float((x.detach().float() - expected.float()).norm() / expected.float().norm())
+    return float((x.float() - expected.float()).norm().detach() / expected.detach().float().norm())
 
 
 def _cuda_devices(base: PreTrainedModel) -> list[torch.device]:
@@ -227,8 +235,7 @@ def _state_arrives(probe: "_Probe") -> str:
     since outputs may hide it (a softmax that is saturated)."""
     carried, _, calls = probe.second_window
     count = carried.shape[-2]
-    for number, module in enumerate(probe.attention_modules, start=1):
-        call = calls.get(module)
+    for number, call in enumerate(calls, start=1):
         if call is None:
             return f"no key of layer {number} reaches an attention function that is known"
         if call.key.shape[2] < count + 1 + WINDOW or not probe.is_close(
@@ -245,23 +252,24 @@ def _vectors_enter(probe: "_Probe") -> str:
     first position."""
     carried, _, calls = probe.second_window
     place = carried.shape[-2]  # behind what is carried
-    for number, module in enumerate(probe.attention_modules, start=1):
-        key, value = probe.kv_of_vectors[:, number - 1].unbind(1)
-        pairs = (calls[module].key, key), (calls[module].value, value)
+    for number, call in enumerate(calls, start=1):
+        assert call is not None  # see `_state_arrives`
+        pairs = zip((call.key, call.value), probe.kv_of_vectors[:, number - 1].unbind(1), strict=True)
         if not all(probe.is_close(given[:, :, place], expected[:, :, 0]) for given, expected in pairs):
             return f"a vector does not enter layer {number} as a token's hidden state does"
     return ""
 
 
 def _loss(probe: "_Probe") -> str:
-    """The loss of one window is the base model's own."""
+    """The loss of one window is the base model's own, of two texts: two wrong numbers are hardly right by chance."""
     if not probe.causal_head:
         return ""
-    model, ids = probe.recurrent_head(KVMemoryConfig(recent=2), window=2 * WINDOW), probe.ids[:1]
-    loss = model(ids, labels=ids).loss  # without logits, as in training
-    expected = probe.base(input_ids=ids, labels=ids, use_cache=False).loss
-    if not probe.is_close(loss.reshape(1), expected.reshape(1), probe.rounding):  # of the same hidden states
-        return f"its loss would be {float(loss):.4f}, where its own is {float(expected):.4f}"
+    model = probe.recurrent_head(KVMemoryConfig(recent=2), window=2 * WINDOW)
+    for ids in probe.ids.split(1):
+        loss = model(ids, labels=ids).loss  # without logits, as in training
+        expected = probe.base(input_ids=ids, labels=ids, use_cache=False).loss
+        if not probe.is_close(loss.reshape(1), expected.reshape(1), probe.rounding):  # of the same hidden states
+            return f"its loss would be {float(loss):.4f}, where its own is {float(expected):.4f}"
     return ""
 
 
@@ -276,7 +284,7 @@ def _two_windows(probe: "_Probe") -> str:
             ~visible, torch.finfo(call.query.dtype).min
         )
         together.masks[call.module] = added if call.is_eager else visible
-    with observed_attention(probe.backbone, together):
+    with probe.observed(together):
         expected = probe.hidden(probe.ids)
     if not probe.is_close(model(probe.ids).last_hidden_state, expected):
         return "two windows that carry everything are not one text"
@@ -315,38 +323,16 @@ _CHECKS = (_state_removed, _state_arrives, _vectors_enter, _loss, _two_windows, 
 def _same_hidden_states(layers: Iterable[nn.Module], vectors: dict[int, Tensor]) -> Iterator[None]:
     """Inside, every position of each layer's input is a vector [B, 1, k]."""
 
-    def replace(vector: Tensor, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def replace(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        vector = waiting[layer].pop(0)
         hidden = args[0] if args else kwargs["hidden_states"]
         hidden = vector.to(hidden).expand_as(hidden)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
+    waiting: dict[nn.Module, list[Tensor]] = {}
+    for number, layer in enumerate(layers, start=1):
+        waiting.setdefault(layer, []).append(vectors[number])
     with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(layers, start=1):
-            handle = layer.register_forward_pre_hook(partial(replace, vectors[number]), with_kwargs=True)
-            stack.callback(handle.remove)
+        for layer in waiting:
+            stack.callback(layer.register_forward_pre_hook(replace, with_kwargs=True).remove)
         yield
-
-
-# --- what attention kernels get --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _kernel_calls() -> Iterator[list[AttentionCall]]:
-    """The calls of attention kernels inside, below everything that this package does."""
-    calls: list[AttentionCall] = []
-
-    def recorded(attend: Callable[..., Any], is_eager: bool) -> Callable[..., Any]:
-        def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any) -> Any:
-            calls.append(AttentionCall(module, query, key, value, mask, kwargs, is_eager))
-            return attend(module, query, key, value, mask, **kwargs)
-
-        return record
-
-    eager = attention.eager_attention_of
-    with (
-        mock.patch.object(
-            attention, "sdpa_attention_forward", recorded(attention.sdpa_attention_forward, is_eager=False)
-        ),
-        mock.patch.object(attention, "eager_attention_of", lambda module: recorded(eager(module), is_eager=True)),
-    ):
-        yield calls
