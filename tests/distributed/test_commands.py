@@ -34,12 +34,16 @@ def home(tmp_path_factory):
     return folder
 
 
+def _texts(home):
+    return ["--data", home / "texts", "--split", "train"]
+
+
 COMMANDS = {
-    "evaluate": lambda home: ["evaluate", home / "recurrent", "--data", home / "texts", "--split", "train", "--max-document-tokens", 60,
+    "evaluate": lambda home: ["evaluate", home / "recurrent", *_texts(home), "--max-document-tokens", 60,
                               "--overlap", 0, 2, "--batch-size", 2],
-    "evaluate plain": lambda home: ["evaluate", home / "model", "--data", home / "texts", "--split", "train", "--max-document-tokens", 90,
+    "evaluate plain": lambda home: ["evaluate", home / "model", *_texts(home), "--max-document-tokens", 90,
                                     "--window", 16, "--batch-size", 2],
-    "evaluate samples": lambda home: ["evaluate", home / "recurrent", "--data", home / "texts", "--split", "train", "--reset-every", 2,
+    "evaluate samples": lambda home: ["evaluate", home / "recurrent", *_texts(home), "--reset-every", 2,
                                       "--max-document-tokens", 60, "--batch-size", 2],
     "embed": lambda home: ["embed", home / "recurrent", home / "docs.jsonl"],
     "embed tokens": lambda home: ["embed", home / "recurrent", home / "docs.jsonl", "--what", "tokens"],

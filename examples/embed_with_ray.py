@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embed a corpus of Parquet files with Ray Data, one model in each actor: python embed_with_ray.py MODEL TEXTS VECTORS"""
+
+import sys
+
+import ray
+
+from carryforward.integrations.ray import Embed
+
+model, texts, vectors = sys.argv[1:]  # TEXTS has files with a column "text"
+arguments = {"model": model, "batch_size": 8}
+documents = ray.data.read_parquet(texts)
+embedded = documents.map_batches(
+    Embed, fn_constructor_kwargs=arguments, batch_format="pyarrow", batch_size=64, concurrency=2, num_gpus=0
+)  # with GPUs: num_gpus=1, and concurrency as many as there are
+embedded.write_parquet(vectors)
