@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embed a corpus of Parquet files with Ray Data, one model in each actor: python embed_with_ray.py MODEL TEXTS VECTORS"""
+"""Embed a corpus of Parquet files with Ray Data, one model in each actor.
+
+    python embed_with_ray.py MODEL TEXTS VECTORS
+
+MODEL is a folder or Hub name of a recurrent model or an encoder, TEXTS a folder of Parquet files with a column "text",
+VECTORS the folder to write. Needs `pip install -e ".[ray]"`.
+"""
 
 import sys
 
@@ -7,7 +13,7 @@ import ray
 
 from carryforward.integrations.ray import Embed
 
-model, texts, vectors = sys.argv[1:]  # TEXTS has files with a column "text"
+model, texts, vectors = sys.argv[1:]
 arguments = {"model": model, "batch_size": 8}
 documents = ray.data.read_parquet(texts)
 embedded = documents.map_batches(

@@ -116,7 +116,7 @@ class Score:
             raise ValueError(f"{model} is a plain model: make it recurrent with `carryforward add` or `train`.")
         self.model: Any = loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
         self.tokenizer, self.text_column = loaded.tokenizer, text_column
-        self.options = {"overlap": overlap, "use_state": use_state, "batch_size": batch_size}
+        self.options: dict[str, Any] = {"overlap": overlap, "use_state": use_state, "batch_size": batch_size}
         token_losses(self.model, [], **self.options)  # raises for bad arguments before the first batch
 
     def __call__(self, table: Any) -> Any:
