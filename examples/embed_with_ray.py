@@ -17,6 +17,6 @@ model, texts, vectors = sys.argv[1:]
 arguments = {"model": model, "batch_size": 8}
 documents = ray.data.read_parquet(texts)
 embedded = documents.map_batches(
-    Embed, fn_constructor_kwargs=arguments, batch_format="pyarrow", batch_size=64, concurrency=2, num_gpus=0
-)  # with GPUs: num_gpus=1, and concurrency as many as there are
+    Embed, fn_constructor_kwargs=arguments, batch_format="pyarrow", batch_size=64, concurrency=2, num_cpus=0
+)  # num_cpus=0 leaves the cores to reading and writing; with GPUs add num_gpus=1
 embedded.write_parquet(vectors)

@@ -121,7 +121,7 @@ STREAM = """
     ray.init(num_cpus=3, object_store_memory=limit, include_dashboard=False, log_to_driver=False)
     documents = ray.data.read_parquet(texts)
     scored = documents.map_batches(
-        Score, fn_constructor_kwargs={"model": model}, batch_format="pyarrow", batch_size=4, concurrency=2
+        Score, fn_constructor_kwargs={"model": model}, batch_format="pyarrow", batch_size=4, concurrency=2, num_cpus=0
     )
     scored.drop_columns(["payload"]).write_parquet(out)
     from ray._private.internal_api import memory_summary

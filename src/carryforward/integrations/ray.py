@@ -3,9 +3,11 @@
 
     ray.data.read_parquet("texts/").map_batches(
         Embed, fn_constructor_kwargs={"model": "my-model"}, batch_format="pyarrow", batch_size=64, concurrency=8,
-        num_gpus=1,
+        num_cpus=0, num_gpus=1,
     ).write_parquet("vectors/")
 
+An actor takes a core by default. On a machine with few cores `num_cpus=0` leaves them to reading and writing, which
+would otherwise wait for a core forever.
 Rows are documents. A state passes through a whole document and never into another, so rows may come in any order.
 Batches are tables of pyarrow: columns keep their types, and the new ones are ordinary columns of Parquet.
 """
