@@ -21,7 +21,7 @@ from measurements import RESULTS, collect_cases, run_case
 from carryforward.utils.provenance import provenance
 
 OUT = RESULTS / "tokenising-cpu.json"
-TEXT_MB = 100
+TEXT_MB = 20
 ROUNDS = 3
 
 
