@@ -20,6 +20,7 @@ from ..utils.progress import ProgressBar
 
 _PIECE = 4 << 20  # bytes; the store takes values of up to 8 MB
 _POLL = 0.05  # seconds between two looks at the store
+_GRACE = 0.5  # seconds that the first to fail has for its message: once a process has ended, the launcher ends all
 _REPORT = 0.5  # seconds between two messages about progress
 _GROUPS = itertools.count()  # names the keys of each group of this process; the same in all of a command's processes
 
@@ -168,9 +169,11 @@ def launched() -> Iterator[Processes]:
         yield processes
         processes._leave()
     except OtherProcessFailed:
+        time.sleep(_GRACE)
         raise
     except BaseException:
         if not processes._fails_first():
+            time.sleep(_GRACE)
             raise OtherProcessFailed from None
         console.speak()
         raise
