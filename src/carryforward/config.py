@@ -302,6 +302,10 @@ class RecurrentModelConfig(PreTrainedConfig):
                 raise ValueError(f"config.json has no {name}, which a recurrent model must have.")
         return super().from_dict(config_dict, **kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Called when a model is loaded by its loader, which is then saved again; not this module."""
+
     @property
     def architecture(self) -> Architecture:
         """The structure of the base model."""

@@ -17,7 +17,7 @@ from .options import Config, Device, Json, options
 def embed(
     settings: EmbedSettings,
     model: Annotated[str, typer.Argument(help="Recurrent model, or a plain one (its windows are then independent).")],
-    documents: Annotated[Path, typer.Argument(help="JSON lines file, one document per line.")],
+    documents: Annotated[Path, typer.Argument(help="JSON lines or .parquet file, one document per line or row.")],
     out: Annotated[
         Path, typer.Option(help="File to write: .parquet, .npy or .safetensors. The same command resumes the work.")
     ],

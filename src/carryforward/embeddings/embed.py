@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`carryforward embed`: from a JSON lines file to a file of vectors, for corpora larger than memory.
+"""`carryforward embed`: from a file of JSON lines or Parquet to a file of vectors, for corpora larger than memory.
 
 The input is read in chunks. The vectors of a chunk are written as a part, in a folder beside the output, and the parts
 are merged at the end. When the same command is run again after an interruption, chunks whose part is intact are not
@@ -11,7 +11,6 @@ The first process holds the lock on the output, and merges the parts when all ar
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,12 +23,13 @@ from ..settings.commands import EmbedSettings
 from ..utils import console
 from ..utils.digests import damaged_file, digest_files
 from ..utils.files import clear_leftovers, delete_folder, read_sealed_json, write_sealed_json
+from ..utils.install import import_pyarrow
 from ..utils.locks import LOCK, lock_output
 from ..utils.parsing import read_json_object
 from ..utils.provenance import provenance
-from .document_chunks import CHARACTERS_PER_CHUNK, read_chunks
+from .document_chunks import CHARACTERS_PER_CHUNK, digest_source, read_chunks, source_size
 from .encode import check_choices, encode
-from .vector_files import FORMATS, Part, Parts, ids_file, import_pyarrow, is_parts_folder, merge_parts
+from .vector_files import FORMATS, Part, Parts, ids_file, is_parts_folder, merge_parts
 
 _SPEED = ("batch_size", "on_error")  # settings that the vectors do not depend on
 
@@ -43,11 +43,11 @@ def embed(
     device: str | None = None,
     processes: Processes = ALONE,
 ) -> dict[str, Any]:
-    """Embed every document of a JSON lines file.
+    """Embed every document of a file of JSON lines or Parquet.
 
     Args:
         name: a recurrent model, or a plain encoder, whose windows are read independently, without a state.
-        source: a JSON lines file, one document per line.
+        source: a .parquet file, one document per row, or a JSON lines file, one per line.
         out: a .parquet file takes every kind of vectors; .npy and .safetensors take document vectors, with the ids in a
             .ids.json file beside them.
         processes: of the command; all must see the same files.
@@ -58,19 +58,21 @@ def embed(
     output: Any = settings.what
     parts = out.with_name(out.name + ".parts")
     if not source.is_file():
-        raise ValueError(f"{source} does not exist: give a JSON lines file with a {settings.text_field!r} field.")
+        raise ValueError(
+            f"{source} does not exist: give a JSON lines or Parquet file with a {settings.text_field!r} field."
+        )
     processes.first(lambda: _check_output(out, parts, output, settings.pooling))
     used = {field: value for field, value in dataclasses.asdict(settings).items() if field not in _SPEED}
     identity = {"model": name, "version": version_of(name), **used}
     if processes.first(out.exists):
-        return processes.first(lambda: _finished(source, out, parts, identity))
+        return processes.first(lambda: _finished(source, out, settings, parts, identity))
     loaded = load_recurrent(name, window=settings.window, device=processes.device(device))
     kwargs: dict[str, Any] = {"output": output, "use_state": settings.state and not loaded.untrained}
     kwargs |= {field: getattr(settings, field) for field in ("pooling", "overlap", "batch_size")}
     encode(loaded.model, [], loaded.tokenizer, **kwargs)  # raises for bad arguments before a folder is made
     with _locked(parts, out, processes):
         if processes.first(out.exists):  # another command has just written it
-            return processes.first(lambda: _finished(source, out, parts, identity))
+            return processes.first(lambda: _finished(source, out, settings, parts, identity))
         own = Parts(parts, identity)
         processes.first(own.prepare)
         merged, record = _embed_chunks(loaded, source, settings, own, kwargs, processes)
@@ -100,7 +102,7 @@ def _embed_chunks(
     merged, skipped = list[Part](), list[int]()
     read: dict[str, Any] = {"bytes": 0, "digest": ""}
     characters = [0] * processes.count  # of the chunks of each process
-    size = source.stat().st_size
+    size = source_size(source, settings)
     with processes.progress_bar(f"embedding {source.name}", size, "bytes") as advance:
         for number, chunk in enumerate(read_chunks(source, settings, CHARACTERS_PER_CHUNK[settings.what])):
             skipped += chunk.skipped
@@ -144,7 +146,9 @@ def record_file(out: Path) -> Path:
     return out.with_name(out.name + ".json")
 
 
-def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) -> dict[str, Any]:
+def _finished(
+    source: Path, out: Path, settings: EmbedSettings, parts: Path, identity: dict[str, Any]
+) -> dict[str, Any]:
     """The result of an earlier call that has written the output. Refuses an output of anything else."""
     refusal = f"--out {out} exists already"
     if not record_file(out).is_file():
@@ -152,7 +156,7 @@ def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) ->
     record = read_sealed_json(record_file(out), "Use another name, or delete the output.")
     if record.get("settings") != identity:
         raise ValueError(f"{refusal}, of another model or other settings ({record_file(out)}). Use another name.")
-    if record["source"] != _digest_source(source):
+    if record["source"] != digest_source(source, settings):
         raise ValueError(f"{refusal}, and {source} has changed since. Use another name, or delete the output.")
     if (file := damaged_file(out.parent, record["files"])) is not None:
         raise ValueError(f"{refusal}, and {file} is damaged or was changed. Use another name, or delete the output.")
@@ -163,13 +167,6 @@ def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) ->
         clear_leftovers(out.parent, name.name)
     console.note(f"{out} is finished already.")
     return {name: record[name] for name in ("documents", "skipped", "out")}
-
-
-def _digest_source(source: Path) -> dict[str, Any]:
-    """The bytes and the digest of the whole source, as its last chunk has them."""
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        return {"bytes": file.tell(), "digest": digest.hexdigest()}
 
 
 class _Steps:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..utils.digests import damaged_file, digest_file
 from ..utils.files import atomic_write, clear_leftovers, is_leftover, publish, read_sealed_json, write_sealed_json
-from ..utils.install import install_hint
+from ..utils.install import import_pyarrow
 from .document_chunks import Chunk
 from .encode import TokenVectors
 
@@ -31,15 +31,6 @@ Part = tuple[Path, list[str]]  # the .npz file, and the ids of its documents
 def ids_file(out: Path) -> Path:
     """The file of document ids beside a .npy or .safetensors file."""
     return out.with_name(out.name + ".ids.json")
-
-
-def import_pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f"a .parquet file needs pyarrow: {install_hint('parquet')}") from error
-    return pyarrow
 
 
 def is_parts_folder(folder: Path) -> bool:

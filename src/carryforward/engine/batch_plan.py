@@ -59,6 +59,7 @@ class BatchPlan:
         use_state: bool,
         block_windows: int,
         prefixes: Sequence[Sequence[int]] | None,
+        framing: Tensor | None = None,
     ):
         """
         Args:
@@ -71,6 +72,8 @@ class BatchPlan:
                 waits for the one before it, and one of each row runs at a time.
             prefixes: the tokens in front of every window of each row, with token types that tell them from the
                 document where the model has some; by default the config's.
+            framing: the columns of special tokens that the input has around whole documents, [B, N]. They are masked,
+                since every window gets its own, and have the outputs of those of the first and of the last window.
         """
         self.config = config
         recurrence = config.recurrence
@@ -88,6 +91,7 @@ class BatchPlan:
         self.filler = getattr(config.base_config, "pad_token_id", None) or 0  # where an encoder's window has no token
         self.capacities = [recurrence.window - len(prefix) - len(self.suffix) for prefix in self.prefixes]
         self.initial_state = state
+        self.framing = None if framing is None else framing.cpu()
         self._prefix_table: Tensor | None = None
         self.read: list[int] = state.read.tolist()
         self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
@@ -313,22 +317,31 @@ class BatchPlan:
             ranges.append((windows[0].score_from, windows[-1].score_to) if windows else (reached, reached))
         return ranges
 
+    def gives_framing(self, row: int) -> bool:
+        """Whether the outputs of a row's special tokens are returned."""
+        return self.framing is not None and not self.has_row_prefixes and bool(self.framing[row].any())
+
     def output_columns(self, columns: Tensor | None) -> Tensor:
-        """The output column of each packed column, [B, M]; -1 for none.
+        """The output column of each packed column, behind those of the prefix and in front of those of the suffix,
+        [B, p + M + s]; -1 for none.
 
         Args:
             columns: for each input column its output column or -1. None packs a row's outputs from column 0 on, as a
                 streaming encoder must, whose outputs may belong to tokens of earlier calls.
         """
         batch, width = self.tokens.shape
-        targets = torch.full((batch, width), -1)
+        prefix, suffix = len(self.config.recurrence.prefix), len(self.suffix)
+        targets = torch.full((batch, prefix + width + suffix), -1)
         for row, (begin, end) in enumerate(self.emitted()):
-            inside = slice(begin - self.first[row], end - self.first[row])
+            inside = slice(prefix + begin - self.first[row], prefix + end - self.first[row])
             if columns is None:
                 targets[row, inside] = torch.arange(end - begin)
-            else:
-                source = torch.arange(end - begin) if self.source is None else self.source[row, : end - begin]
-                targets[row, inside] = columns[source]
+                continue
+            source = torch.arange(end - begin) if self.source is None else self.source[row, : end - begin]
+            targets[row, inside] = columns[source]
+            if self.gives_framing(row):
+                special = columns[self.framing[row].nonzero()[:, 0]]  # type: ignore[index]
+                targets[row, :prefix], targets[row, inside.stop : inside.stop + suffix] = special.tensor_split([prefix])
         return targets
 
     def final_state(self, memory: dict[str, Tensor], summary: Tensor | None = None) -> State:

@@ -188,21 +188,32 @@ class WindowBatch:
         """Find which outputs the call returns, and where they go.
 
         Args:
-            output_columns: for each row and packed column the output column, or -1, [B, M], on the CPU.
+            output_columns: for each row and packed column the output column, or -1, as `BatchPlan.output_columns` has
+                them, on the CPU.
             width: output columns.
 
         Returns:
             row in this batch and position of each output, and its index in the call's outputs [B * width].
         """
         plan, pairs = self.plan, zip(self.rows, self.windows, strict=True)
-        packed = [window.start - plan.first[row] - len(plan.prefixes[row]) for row, window in pairs]
-        spans = torch.tensor(self.score_spans())
+        before = len(plan.config.recurrence.prefix)
+        packed = [before + window.start - plan.first[row] - len(plan.prefixes[row]) for row, window in pairs]
+        spans = torch.tensor([self._output_span(i, span) for i, span in enumerate(self.score_spans())])
         position, row = torch.arange(self.width), torch.tensor(self.rows)[:, None]
         column = (position + torch.tensor(packed)[:, None]).clamp(0, output_columns.shape[1] - 1)
         column = output_columns[row, column]
         selected = (position >= spans[:, :1]) & (position < spans[:, 1:]) & (column >= 0)
         rows, positions = selected.nonzero(as_tuple=True)
         return rows, positions, (column + row * width)[selected]
+
+    def _output_span(self, i: int, span: tuple[int, int]) -> tuple[int, int]:
+        """The range of positions whose outputs a window returns: with its special tokens, where these are returned."""
+        plan, row, window = self.plan, self.rows[i], self.windows[i]
+        if not plan.gives_framing(row):
+            return span
+        begin, end = span
+        is_first, is_last = window is plan.schedules[row][0], window is plan.schedules[row][-1]
+        return 0 if is_first else begin, end + len(plan.suffix) if is_last else end
 
     def state_spans(self) -> dict[Span, list[int]]:
         """The positions that finished windows make their state of, each span with its windows in this batch.

@@ -34,6 +34,7 @@ class WindowInputs:
         outputs: whether the outputs of positions from `start` on are needed.
         record_attention: whether outputs are followed by the attention paid to the state, for each layer that the state
             enters, [b, heads, n].
+        hidden_states: whether outputs are followed by the hidden states of all layers, [b, n, L + 1, k].
         spans: a state is made of each of these position ranges; in a block there is one at most.
         depth: windows of a row that stand side by side, as far as rows have that many.
         shape_key: windows with the same key need the same activation memory.
@@ -50,6 +51,7 @@ class WindowInputs:
     start: int = 0
     outputs: bool = False
     record_attention: bool = False
+    hidden_states: bool = False
     spans: tuple[Span, ...] = ()
     depth: int = 1
     shape_key: ShapeKey = ()

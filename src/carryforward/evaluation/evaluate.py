@@ -59,9 +59,9 @@ def evaluate(
     split = default_split(settings.data, "test") if settings.split is None else settings.split
     torch.manual_seed(seed)
     loaded = load_causal(name)
-    window, trained_overlap = _window_and_overlap(name, loaded.model.config, loaded.run, settings.window)
+    window, trained_overlap = window_and_overlap(name, loaded.model.config, loaded.run, settings.window)
     documents = processes.first_alone(lambda: _documents(settings, split, loaded.tokenizer))
-    model = _wrap_plain(loaded, window).to(device)  # type: ignore[arg-type]
+    model = wrap_plain(loaded.model, window).to(device)  # type: ignore[arg-type]
     if isinstance(model, RecurrentPreTrainedModel):
         model.fast_path = fast_path
     overlaps = settings.overlap or (trained_overlap or 0,)
@@ -70,7 +70,7 @@ def evaluate(
         runs += [(overlap, False) for overlap in overlaps]
     targets = int((documents.lengths - 1).clip(min=0).sum())
     used = {
-        **{field: getattr(settings, field) for field in ("batch_size", "bf16", "reset_every")},
+        **{field: getattr(settings, field) for field in ("batch_size", "bf16", "reset_every", "bos")},
         "block_tokens": block_tokens(model) if isinstance(model, RecurrentPreTrainedModel) else None,
     }
     identity = [name, version_of(name), used, window, documents.key, device.partition(":")[0], torch.__version__]
@@ -116,7 +116,7 @@ def check(name: str, settings: EvaluateSettings) -> None:
     """Raise ValueError if the model cannot be evaluated with these settings. Reads only the config, so that several
     models can be checked before the first is scored."""
     config, run = describe_causal(name)
-    window, _ = _window_and_overlap(name, config, run, settings.window)
+    window, _ = window_and_overlap(name, config, run, settings.window)
     for overlap in settings.overlap or ():
         if isinstance(config, RecurrentModelConfig):
             argument_checks.check_overlap(config, overlap)
@@ -128,7 +128,7 @@ def _documents(settings: EvaluateSettings, split: str, tokenizer: Any) -> Docume
     checksums = None if settings.checksums is None else Path(settings.checksums)
     return load_documents(
         settings.data, split, tokenizer, text_field=settings.text_field, checksums=checksums,
-        max_tokens=settings.max_document_tokens, require_targets=True,
+        max_tokens=settings.max_document_tokens, bos=settings.bos, require_targets=True,
     )  # fmt: skip
 
 
@@ -152,15 +152,15 @@ def _ratios(score: Perplexity) -> dict[str, float | None]:
     return {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
 
 
-def _wrap_plain(loaded: Loaded, window: int) -> PreTrainedModel:
+def wrap_plain(model: PreTrainedModel, window: int) -> PreTrainedModel:
     """Wrap a plain model of a supported type as a recurrent model, to run its windows on the same fast path. The state
     of the wrapper is never used."""
-    if loaded.recurrent or not is_supported(loaded.model.config):
-        return loaded.model
-    return add_recurrence(loaded.model, window=window, memory=VectorMemoryConfig(insert_at=1))
+    if isinstance(model, RecurrentPreTrainedModel) or not is_supported(model.config):
+        return model
+    return add_recurrence(model, window=window, memory=VectorMemoryConfig(insert_at=1))
 
 
-def _window_and_overlap(
+def window_and_overlap(
     name: str, config: PreTrainedConfig, run: dict[str, Any] | None, window: int | None
 ) -> tuple[int, int | None]:
     """The window to read with, and the overlap that a recurrent model was trained at (None for a plain model)."""

@@ -76,6 +76,8 @@ class WindowRunner(PreTrainedModel):
         inputs: dict[str, Any] = {
             "input_ids": ids, "attention_mask": window.mask, "hook_context": context, "return_dict": True,
         }  # fmt: skip
+        if window.hidden_states:
+            inputs["output_hidden_states"] = True
         if window.token_types is not None:
             inputs["token_type_ids"] = window.token_types
         state = None if window.state is None else self.memory.unflatten(window.state)
@@ -133,6 +135,14 @@ class WindowRunner(PreTrainedModel):
     def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         """What the head's output is made of, as in `WindowOutputs`; positions count from `start` on."""
         raise NotImplementedError
+
+    @staticmethod
+    def _hidden_states(inputs: dict[str, Any], outputs: Any, start: int = 0) -> tuple[Tensor, ...]:
+        """The base model's hidden states of all layers at positions from `start` on, [b, n, L + 1, k], if its inputs
+        ask for them."""
+        if "output_hidden_states" not in inputs:
+            return ()
+        return (torch.stack(outputs.hidden_states, dim=2)[:, start:],)
 
     def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
         """The summed loss of a window's positions from `window.start` on."""

@@ -2,7 +2,7 @@
 """Answer questions about documents of any length: text, characters and probability of each answer."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ from ..data.samples import batch_by_length, pad
 from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
 from ..distributed.work_map import WorkMap
 from ..models import argument_checks
-from ..models.loading import load_tokenizer
+from ..models.model_files import load_tokenizer
 from ..models.question_answering import ANSWER_KINDS, RecurrentForQuestionAnswering
 from ..utils.checks import check_count, check_flag
 from ..utils.peft import get_recurrent_model
@@ -119,20 +119,24 @@ def tokenise_questions(
     """Tokenise questions for `answer_all`; refuse those that do not fit into the model's windows, naming their id."""
     overlap = argument_checks.check_overlap(model.config, overlap)
     check_tokenizer(tokenizer, model.config.vocab_size)
+    return [_check_fits(model, tokenised, overlap) for tokenised in tokenise_pairs(questions, tokenizer)]
+
+
+def tokenise_pairs(questions: Sequence[Question], tokenizer: Any) -> Iterator[TokenisedQuestion]:
+    """Tokenise questions and their documents. Refuses those without words, naming their id."""
     for question in questions:
         for name, text in zip(_names(question), (question.question, question.document), strict=True):
             check_text(name, text)
     question_tokens = tokenise_texts(tokenizer, [question.question for question in questions], offsets=False)
     document_tokens = tokenise_texts(tokenizer, [question.document for question in questions], offsets=True)
-    tokenised: list[TokenisedQuestion] = []
     with ProgressBar("tokenising", len(questions), "questions", library=True) as bar:
         for question, (question_ids, _), (ids, offsets) in zip(
             questions, question_tokens, document_tokens, strict=True
         ):
-            tokenised.append(TokenisedQuestion(question, question_ids, ids.astype(np.int32), offsets.astype(np.int32)))
-            _check_fits(model, tokenised[-1], overlap)
+            tokenised = TokenisedQuestion(question, question_ids, ids.astype(np.int32), offsets.astype(np.int32))
+            _check_not_empty(tokenised)
+            yield tokenised
             bar.advance(1)
-    return tokenised
 
 
 def answer_all(
@@ -194,15 +198,19 @@ def _as_json(answers: list[list[PredictedAnswer]]) -> list[list[list[Any]]]:
     return [[list(dataclasses.astuple(one)) for one in candidates] for candidates in answers]
 
 
-def _check_fits(model: RecurrentForQuestionAnswering, tokenised: TokenisedQuestion, overlap: int) -> None:
-    """Refuse empty texts, and questions that leave too little of a window for the document."""
-    recurrence = model.config.recurrence
+def _check_not_empty(tokenised: TokenisedQuestion) -> None:
     name, document = _names(tokenised.question)
-    question_ids = tokenised.question_ids
     if not tokenised.question.document.strip() or not len(tokenised.document_ids):
         raise ValueError(f"{document} has no words: there is no text to find an answer in.")
-    if not len(question_ids):
+    if not len(tokenised.question_ids):
         raise ValueError(f"{name} is empty.")
+
+
+def _check_fits(model: RecurrentForQuestionAnswering, tokenised: TokenisedQuestion, overlap: int) -> TokenisedQuestion:
+    """Refuse questions that leave too little of a window for the document."""
+    recurrence = model.config.recurrence
+    name, _ = _names(tokenised.question)
+    question_ids = tokenised.question_ids
     room = recurrence.window - sum(map(len, (recurrence.prefix, question_ids, recurrence.separator, recurrence.suffix)))
     needed = recurrence.min_capacity(overlap)
     if room < needed:
@@ -212,6 +220,7 @@ def _check_fits(model: RecurrentForQuestionAnswering, tokenised: TokenisedQuesti
             f"document, and needs {needed}{at_overlap}. Use a shorter question, "
             f"{'a smaller overlap, ' * bool(overlap)}or a model that has larger windows or carries less."
         )
+    return tokenised
 
 
 def _names(question: Question) -> tuple[str, str]:
