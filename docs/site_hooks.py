@@ -2,9 +2,9 @@
 """Hooks of the documentation site (`mkdocs.yml`): pages that are not in `docs/`, and links to them.
 
 The pages of `docs/` link to experiments, benchmarks and code by paths of the repository, so that the links work where
-people read the repository itself. The site gets these pages and figures too, the code as pages with line numbers, and a
-page of all commands, made from the command line itself, and one of all public names. Links are rewritten to where things
-are on the site.
+people read the repository itself. The site gets these pages and figures too, and the code as pages with line numbers.
+Links are rewritten to where things are on the site. Two pages of reference are made from the package itself: one of all
+commands, one of all public names.
 """
 
 import os
@@ -20,7 +20,8 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ["experiments", "benchmarks", "pretraining", "examples", "src/carryforward/bundled"]  # with pages, figures and results
+# With pages, figures and results:
+FOLDERS = ["experiments", "benchmarks", "pretraining", "examples", "src/carryforward/bundled"]
 FILES = ["CHANGELOG.md", "LICENSE"]
 SUFFIXES = {".md", ".png", ".svg", ".json", ".yaml", ".txt", ".py"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s]+)(?=\))")  # not to a host, nor to a place on the same page
@@ -87,6 +88,7 @@ SECTIONS = {  # of the page of public names, by package
     "data": "Texts", "evaluation": "Evaluation", "training": "Training", "embeddings": "Embeddings",
     "qa": "Question answering",
 }  # fmt: skip
+FIELDS_ONLY = {"config", "memories"}  # settings: their fields are what people use
 
 
 def names_page() -> str:
@@ -100,7 +102,8 @@ def names_page() -> str:
     for package, title in SECTIONS.items():
         lines += [f"## {title}", ""]
         names = [name for name, home in homes.items() if home.partition(".")[0] == package]
-        lines += [f"::: carryforward.{homes[name]}.{name}\n" for name in names]
+        options = ["    options: {members: false}"] if package in FIELDS_ONLY else []
+        lines += [line for name in names for line in (f"::: carryforward.{homes[name]}.{name}", *options, "")]
     return "\n".join(lines)
 
 
@@ -142,7 +145,8 @@ def _default(parameter) -> str:
     if isinstance(parameter.show_default, str):
         return parameter.show_default
     default = parameter.default
-    return "" if default in (None, False, ()) or callable(default) else f"`{default}`"
+    nothing = default is None or isinstance(default, bool) or default == () or callable(default)
+    return "" if nothing else f"`{default}`"
 
 
 def _one_line(text: str | None) -> str:
