@@ -23,8 +23,10 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: .venv/installed  # line numbers in docs/
+docs: .venv/installed  # the site in build/site; a broken link ends the build
 	$(BIN)/python docs/anchors.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .venv/installed: EXTRA = dev
 .venv-all/installed: EXTRA = test-all

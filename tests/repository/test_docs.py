@@ -104,9 +104,9 @@ def test_commands_have_the_options_that_are_shown(page):
 
 # Every package imports only packages before it. Modules of the root are named like packages.
 ORDER = [
-    "windows", "presets", "settings", "utils", "data", "backbones", "state", "memories", "config",
-    "engine", "models", "evaluation", "training", "analysis", "qa", "embeddings", "tasks", "reproduction",
-    "registration", "cli", "__main__",
+    "windows", "presets", "settings", "utils", "distributed", "data", "backbones", "state", "memories", "config",
+    "engine", "models", "evaluation", "training", "analysis", "qa", "embeddings", "tasks", "integrations",
+    "reproduction", "registration", "cli", "__main__",
 ]  # fmt: skip
 MAX_ROOT_MODULES, MAX_FILES = 8, 16
 

@@ -47,19 +47,22 @@ class Parts:
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
-        """Open the folder; raise ValueError if it belongs to another model or to other settings."""
         self.folder, self.identity = folder, json.loads(json.dumps(identity))
-        clear_leftovers(folder)
+
+    def prepare(self) -> None:
+        """Clear what killed processes left; raise ValueError if the folder belongs to another model or to other
+        settings. To be called once, before any process uses the parts."""
+        clear_leftovers(self.folder)
         settings = self._read("settings.json")
         if settings == self.identity:
             return
-        if settings is not None and any(folder.glob("part-*.json")):
+        if settings is not None and any(self.folder.glob("part-*.json")):
             raise ValueError(
-                f"{folder} was begun with another model or other settings. Delete it, or use another --out."
+                f"{self.folder} was begun with another model or other settings. Delete it, or use another --out."
             )
-        for path in folder.glob("part-*"):  # nothing tells what they were made with
+        for path in self.folder.glob("part-*"):  # nothing tells what they were made with
             path.unlink()
-        write_sealed_json(folder / "settings.json", self.identity)
+        write_sealed_json(self.folder / "settings.json", self.identity)
 
     def has(self, number: int, chunk: Chunk) -> bool:
         """Whether the part of a chunk is there and intact."""

@@ -27,6 +27,7 @@ from ..backbones.discovery import NotUnderstood, discover
 from ..backbones.modes import as_before_on_error
 from ..config import RecurrenceConfig, RecurrentModelConfig, default_window
 from ..data.tokenization import check_tokenizer, without_length_limit
+from ..engine.run_policy import NO_MODEL_PARALLEL, is_split
 from ..memories.kinds import MemoryChoice
 from ..memories.reach import Reach, check_reach, memory_with_reach
 from ..memories.vector import VectorMemoryConfig
@@ -124,6 +125,8 @@ def add_recurrence(
     check_no_adapters(model)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
+    if is_split(model.parameters()):
+        raise ValueError(f"the model's weights are split among processes: {NO_MODEL_PARALLEL}")
     check_flag("verify", verify, optional=True)
     with as_before_on_error(model):
         quantization.prepare(model)

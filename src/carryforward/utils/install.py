@@ -10,6 +10,7 @@ PACKAGES = {
     "hub": ("datasets>=3",),
     "parquet": ("pyarrow>=15",),
     "topics": ("scikit-learn>=1.5", "scipy>=1.11"),
+    "ray": ("ray[data]>=2.40", "pyarrow>=15"),
     "lm-eval": ("lm-eval[hf]>=0.4.13",),
     "sentences": ("sentence-transformers>=6",),
 }
