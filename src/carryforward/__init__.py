@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .data.corpora import open_corpus as open_corpus
     from .data.documents import Documents as Documents
     from .data.documents import tokenise as tokenise
+    from .embeddings.chunks import ChunkVectors as ChunkVectors
     from .embeddings.encode import TokenVectors as TokenVectors
     from .embeddings.encode import encode as encode
     from .embeddings.sentence_transformers import RecurrentTransformer as RecurrentTransformer
@@ -55,6 +56,7 @@ _HOME = {
     "read_questions": "qa.dataset",
     "Documents": "data.documents",
     "tokenise": "data.documents",
+    "ChunkVectors": "embeddings.chunks",
     "TokenVectors": "embeddings.encode",
     "encode": "embeddings.encode",
     "Perplexity": "evaluation.perplexity",

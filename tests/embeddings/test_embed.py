@@ -11,7 +11,7 @@ from helpers.embedding import TOKENIZER, model_of
 
 import carryforward as cf
 from carryforward.cli.main import main
-from carryforward.embeddings import document_chunks, embed, vector_files
+from carryforward.embeddings import document_groups, embed, vector_files
 from carryforward.embeddings.encode import encode
 from carryforward.utils import files
 
@@ -26,7 +26,7 @@ def run(folder, *arguments):
 @pytest.mark.parametrize("suffix", [".parquet", ".npy", ".safetensors"])
 def test_every_format_holds_the_vectors_and_ids(saved, suffix, monkeypatch):
     folder, model, rows = saved
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 4)
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 4)
     out = folder / f"vectors{suffix}"
     assert run(folder, "--out", out) == 0
     expected = encode(model, [row["text"] for row in rows], TOKENIZER)
@@ -61,7 +61,7 @@ def test_tokens_and_their_offsets_go_to_parquet(saved):
 
 def stop_at(monkeypatch, chunk):
     """Make chunks of two documents and interrupt the run in this one. Returns the sizes of the chunks begun."""
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 2)
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 2)
     calls = []
 
     def failing(model, texts, *args, **kwargs):
@@ -133,7 +133,7 @@ def stopped(saved, monkeypatch):
     with monkeypatch.context() as patch:
         stop_at(patch, 3)
         assert run(folder, "--out", folder / "v.npy") == 130
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 2)
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 2)
     assert run(folder, "--out", folder / "whole.npy") == 0
     return folder, np.load(folder / "whole.npy")
 
@@ -188,7 +188,7 @@ def test_files_of_others_are_not_touched(saved, capsys):
 
 def test_blank_lines_at_the_end_are_part_of_the_source(saved, monkeypatch):
     folder, _, rows = saved
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", len(rows))
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", len(rows))
     with (folder / "docs.jsonl").open("a") as file:
         file.write("\n\n")
     assert run(folder, "--out", folder / "v.npy") == 0
@@ -220,7 +220,7 @@ def test_a_finished_output_is_not_made_again(saved, capsys):
 
 def test_later_lines_may_be_corrected_and_added(saved, monkeypatch, capsys):
     folder, _, rows = saved
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 2)
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 2)
     good = (folder / "docs.jsonl").read_text()
     (folder / "docs.jsonl").write_text(good.replace('{"id": "doc 5"', '{"id" "doc 5"'))
     assert run(folder, "--out", folder / "v.npy") == 2
@@ -246,7 +246,7 @@ def test_a_command_can_be_corrected(saved, capsys):
 def test_a_run_may_end_with_skipped_lines(saved, monkeypatch, capsys, arguments):
     folder, _, _ = saved
     model_of("bert", "none", slots=2).save_pretrained(folder / "model")
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 3)
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 3)
     with (folder / "docs.jsonl").open("a") as file:
         file.write("oops\n")
     monkeypatch.chdir(folder)
@@ -288,7 +288,7 @@ def test_each_format_has_its_own_file_of_ids(saved, capsys):
 def test_chunks_for_token_vectors_are_limited_in_characters(saved, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     folder, _, rows = saved
-    monkeypatch.setitem(document_chunks.CHARACTERS_PER_CHUNK, "tokens", 150)
+    monkeypatch.setitem(document_groups.CHARACTERS_PER_GROUP, "tokens", 150)
     seen, bars, update = [], [], embed.ProgressBar.update
 
     def updating(bar, done, *args):
@@ -359,9 +359,9 @@ def test_ids_may_be_missing_and_a_file_may_have_a_byte_order_mark(saved):
     ("arguments", "message"),
     [
         (["--out", "v.txt"], "must end in .parquet, .npy, .safetensors"),
-        (["--out", "v.npy", "--what", "tokens"], "takes one vector per document; for tokens use .parquet"),
-        (["--out", "v.npy", "--what", "vec"], "'vec' must be one of 'document', 'tokens', 'windows'"),
-        (["--out", "v.npy", "--pooling", "max"], "'max' must be one of 'mean', 'state'"),
+        (["--out", "v.npy", "--what", "tokens"], "takes vectors of documents or chunks; for tokens use .parquet"),
+        (["--out", "v.npy", "--what", "vec"], "'vec' must be one of 'document', 'chunks', 'tokens'"),
+        (["--out", "v.npy", "--pooling", "sum"], "'sum' must be one of 'mean', 'max', 'cls', 'state'"),
         (["--out", "v.npy", "--batch-size", "0"], "--batch-size 0: it must be at least 1"),
         (["--out", "v.npy", "--no-state", "--pooling", "state"], "needs the state, which use_state=False (--no-state)"),
         (["--out", "v.npy", "--on-error", "cry"], "it must be stop or skip"),

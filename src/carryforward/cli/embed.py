@@ -24,7 +24,7 @@ def embed(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Compute vectors of whole documents, of their tokens or of their windows."""
+    """Compute vectors of whole documents, of their chunks, tokens or windows."""
     with user_errors(out):
         from ..embeddings.embed import embed as embed_file
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`carryforward embed`: from a JSON lines file to a file of vectors, for corpora larger than memory.
 
-The input is read in chunks. The vectors of a chunk are written as a part, in a folder beside the output, and the parts
-are merged at the end. When the same command is run again after an interruption, chunks whose part is intact are not
-embedded again. A JSON file beside the output records how it was made.
+The input is read in groups of documents. The vectors of a group are written as a part, in a folder beside the output,
+and the parts are merged at the end. When the same command is run again after an interruption, groups whose part is
+intact are not embedded again. A JSON file beside the output records how it was made.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..models.loading import Loaded, load_recurrent
+from ..models.loading import Loaded
 from ..models.model_files import version_of
 from ..settings.commands import EmbedSettings
 from ..utils import console
@@ -22,8 +22,9 @@ from ..utils.locks import LOCK, lock_output
 from ..utils.parsing import read_json_object
 from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
-from .document_chunks import CHARACTERS_PER_CHUNK, read_chunks
+from .document_groups import CHARACTERS_PER_GROUP, DocumentGroup, read_groups
 from .encode import check_choices, encode
+from .modules import load_embedder, read_modules
 from .vector_files import FORMATS, Part, Parts, ids_file, import_pyarrow, is_parts_folder, merge_parts
 
 _SPEED = ("batch_size", "on_error")  # settings that the vectors do not depend on
@@ -33,10 +34,11 @@ def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device
     """Embed every document of a JSON lines file.
 
     Args:
-        name: a recurrent model, or a plain encoder, whose windows are read independently, without a state.
+        name: a recurrent model, or a plain encoder, whose windows are read independently, without a state. What a
+            folder of sentence-transformers says is the default of pooling, normalization, prompt and window.
         source: a JSON lines file, one document per line.
-        out: a .parquet file takes every kind of vectors; .npy and .safetensors take document vectors, with the ids in a
-            .ids.json file beside them.
+        out: a .parquet file takes every kind of vectors; .npy and .safetensors take vectors of documents and chunks,
+            with the ids in a .ids.json file beside them.
 
     Returns:
         The number of documents, the numbers of skipped lines, and the output path.
@@ -45,15 +47,17 @@ def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device
     parts = out.with_name(out.name + ".parts")
     if not source.is_file():
         raise ValueError(f"{source} does not exist: give a JSON lines file with a {settings.text_field!r} field.")
-    _check_output(out, parts, output, settings.pooling)
+    how = read_modules(name).choose(settings.pooling, settings.special_tokens, settings.normalize, settings.prompt)
+    check_choices(output, how["pooling"], how["special_tokens"])
+    _check_output(out, parts, output)
     used = {field: value for field, value in dataclasses.asdict(settings).items() if field not in _SPEED}
-    identity = {"model": name, "version": version_of(name), **used}
+    identity = {"model": name, "version": version_of(name), **used, **how}
     if out.exists():
         return _finished(source, out, parts, identity)
-    loaded = load_recurrent(name, window=settings.window, device=device)
+    loaded, _ = load_embedder(name, window=settings.window, device=device)
     kwargs: dict[str, Any] = {"output": output, "use_state": settings.state and not loaded.untrained}
-    kwargs |= {field: getattr(settings, field) for field in ("pooling", "overlap", "batch_size")}
-    encode(loaded.model, [], loaded.tokenizer, **kwargs)  # raises for bad arguments before a folder is made
+    kwargs |= {**how, "overlap": settings.overlap, "batch_size": settings.batch_size}
+    encode(loaded.model, [], loaded.tokenizer, **_with_chunks(kwargs, settings, DocumentGroup()))  # checks arguments
     parts.mkdir(exist_ok=True)
     with lock_output(parts / LOCK, out):
         if out.exists():  # another process has just written it
@@ -72,17 +76,18 @@ def _embed(
     merged, skipped = list[Part](), list[int]()
     read = {"bytes": 0, "digest": ""}
     with ProgressBar(f"embedding {source.name}", source.stat().st_size, "bytes") as bar:
-        for number, chunk in enumerate(read_chunks(source, settings, CHARACTERS_PER_CHUNK[settings.what])):
-            skipped += chunk.skipped
-            read = {"bytes": chunk.bytes, "digest": chunk.digest}
-            if not chunk.ids:
+        for number, group in enumerate(read_groups(source, settings, CHARACTERS_PER_GROUP[settings.what])):
+            skipped += group.skipped
+            read = {"bytes": group.bytes, "digest": group.digest}
+            if not group.ids:
                 continue  # the last lines of the source, skipped or blank
-            if not parts.has(number, chunk):
-                progress = partial(_advance, bar, bar.done, chunk.bytes)
-                vectors = encode(loaded.model, chunk.texts, loaded.tokenizer, progress=progress, **kwargs)
-                parts.write(number, chunk, vectors)
-            merged.append((parts.path(number), chunk.ids))
-            bar.update(chunk.bytes)
+            if not parts.has(number, group):
+                progress = partial(_advance, bar, bar.done, group.bytes)
+                arguments = _with_chunks(kwargs, settings, group)
+                vectors = encode(loaded.model, group.texts, loaded.tokenizer, progress=progress, **arguments)
+                parts.write(number, group, vectors)
+            merged.append((parts.path(number), group.ids))
+            bar.update(group.bytes)
     result = {"documents": sum(len(ids) for _, ids in merged), "skipped": skipped, "out": str(out)}
     if merged:
         record = {"kind": "embedding", **provenance(str(loaded.model.device)), "settings": parts.identity}
@@ -93,6 +98,11 @@ def _embed(
     if not merged:
         raise ValueError(f"nothing to embed: {out.name} would be empty.")
     return result
+
+
+def _with_chunks(kwargs: dict[str, Any], settings: EmbedSettings, group: DocumentGroup) -> dict[str, Any]:
+    """Arguments of `encode` for a group of documents: of chunks, their size or their spans."""
+    return {**kwargs, "chunks": settings.chunk_size if settings.chunks_field is None else group.spans}
 
 
 def record_file(out: Path) -> Path:
@@ -122,24 +132,23 @@ def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) ->
 
 
 def _digest_source(source: Path) -> dict[str, Any]:
-    """The bytes and the digest of the whole source, as its last chunk has them."""
+    """The bytes and the digest of the whole source, as its last group has them."""
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
         return {"bytes": file.tell(), "digest": digest.hexdigest()}
 
 
 def _advance(bar: ProgressBar, begin: int, end: int, read: int, total: int | None) -> None:
-    """Move a bar between bytes `begin` and `end`, in proportion to the tokens of the chunk that were read."""
+    """Move a bar between bytes `begin` and `end`, in proportion to the tokens of the group that were read."""
     bar.update(begin + (end - begin) * read // (total or 1))
 
 
-def _check_output(out: Path, parts: Path, output: str, pooling: str) -> None:
+def _check_output(out: Path, parts: Path, output: str) -> None:
     """Raise ValueError if the vectors cannot be written to `out`."""
-    check_choices(output, pooling)
     if out.suffix not in FORMATS:
         raise ValueError(f"--out {out}: the name must end in {', '.join(FORMATS)}.")
-    if out.suffix != ".parquet" and output != "document":
-        raise ValueError(f"--out {out}: {out.suffix} takes one vector per document; for {output} use .parquet.")
+    if out.suffix != ".parquet" and output not in ("document", "chunks"):
+        raise ValueError(f"--out {out}: {out.suffix} takes vectors of documents or chunks; for {output} use .parquet.")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}. Create it first.")
     for path, kind in ((out, "folder"), (parts, "file")):

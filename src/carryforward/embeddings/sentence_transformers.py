@@ -23,7 +23,7 @@ from ..models.base import RecurrentPreTrainedModel
 from ..models.headless import RecurrentModel
 from ..models.loading import load_tokenizer
 from ..utils.peft import get_recurrent_model
-from .encode import without_head
+from .readers import without_head
 
 
 class RecurrentTransformer(InputModule):
