@@ -75,14 +75,14 @@ def test_short_texts_have_the_vectors_of_sentence_transformers(plain, tmp_path, 
     pipeline = library.SentenceTransformer(
         modules=modules, device="cpu", prompts={"query": "query: ", "passage": "x "}, default_prompt_name="passage"
     )
-    pipeline.max_seq_length = 25
+    pipeline.max_seq_length = 38
     pipeline.save(str(tmp_path / "saved"))
     texts = [text for text in SHORT if text]
     np.testing.assert_allclose(cf.encode(tmp_path / "saved", texts), pipeline.encode(texts), rtol=1e-4, atol=1e-5)
     expected = pipeline.encode(texts, prompt_name="query")
     vectors = cf.encode(str(tmp_path / "saved"), texts, prompt="query")
     np.testing.assert_allclose(vectors, expected, rtol=1e-4, atol=1e-5)
-    assert read_modules(str(tmp_path / "saved")).max_seq_length == 25
+    assert read_modules(str(tmp_path / "saved")).max_seq_length == 38
     wide = cf.encode(tmp_path / "saved", [PROSE[:900]])
     assert not np.allclose(wide, pipeline.encode([PROSE[:900]]), atol=1e-3), "it is cut there, and read here"
 

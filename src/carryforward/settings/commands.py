@@ -220,7 +220,9 @@ class EmbedSettings(Settings):
 
     what: str = setting("document", "What gets a vector: document, chunks, tokens or windows.")
     chunk_size: int | None = setting(None, "Tokens per chunk, for --what chunks.")
-    chunks_field: str | None = setting(None, "Field with a document's chunks: a list of [start, stop] characters.")
+    chunks_field: str | None = setting(
+        None, "Field with a document's chunks: a list of pairs of characters, start and stop."
+    )
     pooling: str | None = setting(
         None, "Vector of a document or chunk: mean or max of its token vectors, cls, or state (a document's last one).",
         shown=f"{_MODULES}, or mean",
