@@ -59,14 +59,55 @@ def test_tokens_and_their_offsets_go_to_parquet(saved):
         assert row["offsets"] == tokens.offsets.tolist()
 
 
-def stop_at(monkeypatch, chunk):
-    """Make chunks of two documents and interrupt the run in this one. Returns the sizes of the chunks begun."""
+@pytest.mark.parametrize("suffix", [".parquet", ".npy", ".safetensors"])
+def test_files_of_chunks_have_a_row_for_each(saved, suffix, monkeypatch):
+    folder, model, rows = saved
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 4)
+    rows[5]["text"] = ""  # no chunks
+    (folder / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = folder / f"chunks{suffix}"
+    assert run(folder, "--out", out, "--what", "chunks", "--chunk-size", 9, "--normalize") == 0
+    texts = [row["text"] for row in rows]
+    expected = encode(model, texts, TOKENIZER, output="chunks", chunks=9, normalize=True)
+    places = [(row["id"], *span) for row, one in zip(rows, expected, strict=True) for span in one.spans.tolist()]
+    if suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = parquet.read_table(out)
+        entries, vectors = table.select(["id", "start", "stop"]).to_pylist(), np.array(table["vector"].to_pylist())
+    else:
+        entries = json.loads((folder / f"chunks{suffix}.ids.json").read_text())
+        vectors = np.load(out) if suffix == ".npy" else _safetensors(out)
+    assert [tuple(entry.values()) for entry in entries] == places
+    np.testing.assert_allclose(vectors, np.concatenate([one.vectors for one in expected]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+
+
+def test_spans_come_from_the_file(saved, monkeypatch, capsys):
+    """An interrupted run continues with the spans of its lines; a line with a bad span is an error or skipped."""
+    folder, model, rows = saved
+    spans = [[[0, 7], [3, len(row["text"])]] for row in rows]
+    lines = [json.dumps({**row, "parts": own}) for row, own in zip(rows, spans, strict=True)]
+    bad = json.dumps({"text": "short", "parts": [[0, 6]]})
+    (folder / "docs.jsonl").write_text("\n".join([*lines, bad]))
+    command = ["--out", folder / "v.npy", "--what", "chunks", "--chunks-field", "parts"]
+    stop_at(monkeypatch, 3)
+    assert run(folder, *command, "--on-error", "skip") == 130
+    assert run(folder, *command) == 2
+    assert "line 10: its 'parts'[0]=[0, 6] must be two integers, 0 <= start < stop <= 5" in capsys.readouterr().err
+    assert run(folder, *command, "--on-error", "skip") == 0
+    expected = encode(model, [row["text"] for row in rows], TOKENIZER, output="chunks", chunks=spans)
+    expected = np.concatenate([one.vectors for one in expected])
+    np.testing.assert_allclose(np.load(folder / "v.npy"), expected, rtol=1e-4, atol=1e-5)
+
+
+def stop_at(monkeypatch, group):
+    """Make groups of two documents and interrupt the run in this one. Returns the sizes of the groups begun."""
     monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 2)
     calls = []
 
     def failing(model, texts, *args, **kwargs):
         calls.extend([len(texts)] * bool(texts))  # a call without texts only checks the arguments
-        if len(calls) == chunk:
+        if len(calls) == group:
             calls.append(0)
             raise KeyboardInterrupt
         return encode(model, texts, *args, **kwargs)
@@ -285,7 +326,7 @@ def test_each_format_has_its_own_file_of_ids(saved, capsys):
     assert "v.npy.ids.json exists already" in capsys.readouterr().err
 
 
-def test_chunks_for_token_vectors_are_limited_in_characters(saved, monkeypatch):
+def test_groups_for_token_vectors_are_limited_in_characters(saved, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     folder, _, rows = saved
     monkeypatch.setitem(document_groups.CHARACTERS_PER_GROUP, "tokens", 150)
@@ -364,6 +405,9 @@ def test_ids_may_be_missing_and_a_file_may_have_a_byte_order_mark(saved):
         (["--out", "v.npy", "--pooling", "sum"], "'sum' must be one of 'mean', 'max', 'cls', 'state'"),
         (["--out", "v.npy", "--batch-size", "0"], "--batch-size 0: it must be at least 1"),
         (["--out", "v.npy", "--no-state", "--pooling", "state"], "needs the state, which use_state=False (--no-state)"),
+        (["--out", "v.npy", "--what", "chunks"], "--what chunks needs --chunk-size or --chunks-field"),
+        (["--out", "v.npy", "--chunk-size", "9"], "--chunk-size is for --what chunks, not for --what document"),
+        (["--out", "v.npy", "--what", "chunks", "--chunk-size", "0"], "--chunk-size 0: it must be at least 1"),
         (["--out", "v.npy", "--on-error", "cry"], "it must be stop or skip"),
         (["--out", "v.npy", "--window", "9"], "reads 11 tokens at once"),
     ],
