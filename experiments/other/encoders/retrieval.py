@@ -68,7 +68,8 @@ def hotpotqa(file: Path, settings: dict[str, Any]) -> Collection:
             text += chunk + "\n\n"
         for row in rows[i : i + size]:
             relevant = {title for title, _ in row["supporting_facts"]} & set(keys)
-            collection.queries.append((row["question"], relevant, len(collection.texts)))
+            if relevant:
+                collection.queries.append((row["question"], relevant, len(collection.texts)))
         collection.texts.append(text)
         collection.spans.append(spans)
         collection.keys.append(keys)
