@@ -101,10 +101,12 @@ def encode(
     for name, flag in (("special_tokens", special_tokens), ("normalize", normalize), ("use_state", use_state)):
         check_flag(name, flag, optional=name != "use_state")
     check_callable("progress", progress, optional=True)
+    if prompt is not None:
+        check_text("prompt", prompt)
     model, tokenizer, modules, plain = _loaded(model, tokenizer)
     how = modules.choose(pooling, special_tokens, normalize, prompt)
     share = check_choices(output, how["pooling"], how["special_tokens"])
-    texts = _check_texts(texts, how["prompt"])
+    texts = _check_texts(texts)
     check_chunks(chunks, output, texts)
     reader, carries = reader_of(model, tokenizer, share)
     carries = carries and not plain
@@ -151,11 +153,10 @@ def _loaded(model: Any, tokenizer: Any) -> tuple[PreTrainedModel, Any, Embedding
     return loaded.model, loaded.tokenizer, modules, loaded.untrained
 
 
-def _check_texts(texts: Any, prompt: str) -> list[str]:
+def _check_texts(texts: Any) -> list[str]:
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         kind = "one string" if isinstance(texts, str) else f"of type {type(texts).__name__}"
         raise ValueError(f"texts is {kind}: give a list of documents.")
-    check_text("prompt", prompt)
     texts = list(texts)
     for i, text in enumerate(texts):
         check_text(f"texts[{i}]", text)
