@@ -72,8 +72,9 @@ def encode(
 
     Args:
         model: a recurrent model; its head, if it has one, is not used. Or a plain encoder, whose windows are
-            independent. Or the name of either: what a folder of sentence-transformers says is then the default of
-            `pooling`, `special_tokens`, `normalize`, `prompt`, and of a plain model's window.
+            independent. Or the name of either, which is then loaded, on the GPU if there is one: what a folder of
+            sentence-transformers says is the default of `pooling`, `special_tokens`, `normalize`, `prompt`, and of a
+            plain model's window.
         texts: the documents.
         tokenizer: the model's tokenizer, unless the model is named; a fast one for chunks and tokens, which need
             offsets. The model adds special tokens.
