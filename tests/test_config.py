@@ -13,6 +13,7 @@ from helpers import tiny
 import carryforward as cf
 from carryforward.config import default_window
 from carryforward.memories.base import Dependency
+from carryforward.memories.reach import memory_with_reach
 from carryforward.models.add_recurrence import recurrence_of
 
 VECTOR, KV = cf.VectorMemoryConfig, cf.KVMemoryConfig
@@ -154,11 +155,51 @@ def test_equal_configs_are_those_that_resolve_to_the_same():
             {"sinks": 150},
             r"sinks=150 leaves nothing of half a window \(150\) for recent positions. Give recent as well",
         ),
+        ({"sinks": 9, "right": 9}, "sinks=9 leaves nothing of right=9 for recent positions. Give recent as well"),
+        ({"right": -1}, "right=-1 must be an integer from 0"),
+        ({"right": None}, "right=None must be an integer from 0"),
+        ({"right": 9, "group_windows": 1}, "group_windows=1 must be an integer from 2"),
+        ({"group_windows": 4}, "group_windows=4 must be left out: it needs right"),
+        ({"right": 9, "far": 8}, "far=8 must be 0: it cannot be combined with right"),
+        ({"right": 301}, "overlap=0: a window has 300 document tokens and needs 301 to carry keys and values of the 2"),
+        ({"right": 9, "recent": 301}, "reach further back than one window. With right=9, carry at most the 300 docume"),
     ],
 )
 def test_numbers_of_positions_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         cf.RecurrenceConfig(memory=KV(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"overlap": 2}, "overlap=2 must be 0: windows see 9 positions of their right neighbours, and nothing is read"),
+        (
+            {"memory": [KV(right=9), "vector"]},
+            "of their right neighbours run side by side, and with 'vector', 'kv' they",
+        ),
+    ],
+    ids=str,
+)
+def test_windows_that_see_right_neighbours_are_read_once_and_side_by_side(fields, message):
+    with pytest.raises(ValueError, match=message):
+        cf.RecurrenceConfig(**{"memory": KV(right=9), **fields})
+
+
+def test_a_causal_model_has_no_right_neighbours():
+    recurrence = cf.RecurrenceConfig(window=100, memory=KV(right=9))
+    with pytest.raises(ValueError, match="right=9 lets windows see what comes after them, and gpt2 is causal"):
+        cf.RecurrentModelConfig(base_config=hf.GPT2Config(), recurrence=recurrence)
+
+
+def test_as_much_is_carried_from_the_left_as_is_seen_on_the_right():
+    def resolved(**fields):
+        return cf.RecurrenceConfig(memory=KV(**fields)).find("kv")
+
+    assert resolved(right=64) == KV(60, 4, right=64, group_windows=16)
+    assert resolved(right=64, recent=64, sinks=0, group_windows=3) == KV(64, 0, right=64, group_windows=3)
+    assert resolved(right=1) == KV(1, 0, right=1, group_windows=16)
+    assert (resolved(right=64).extra_positions, resolved(right=64).carried_positions) == (128, 64)
 
 
 # --- what follows from a config ----------------------------------------------------------------------------------
@@ -171,6 +212,7 @@ def test_numbers_of_positions_that_do_not_fit_are_refused(fields, message):
         cf.RecurrenceConfig(window=64, overlap=3, memory="vector", bptt_windows=2, keep_windows=3),
         cf.RecurrenceConfig(window=64, memory=VECTOR(slots=2, insert_at=(1, 3), hidden_sizes=(), residual=True)),
         cf.RecurrenceConfig(window=64, prefix=(2,), separator=(3, 3), suffix=(3,), memory=["kv", VECTOR(slots=2)]),
+        cf.RecurrenceConfig(window=64, prefix=(2,), suffix=(3,), memory=KV(right=20, group_windows=5)),
     ],
     ids=lambda config: config.describe(),
 )
@@ -235,6 +277,10 @@ def test_a_window_must_have_enough_to_carry():
         (hf.ModernBertConfig(), "vector", 300),
         (hf.BertConfig(), KV(recent=100), 408),  # 512 less 100 recent positions and 4 sinks
         (hf.BertConfig(), KV(recent=100, sinks=0), 412),
+        (hf.BertConfig(), KV(right=64), 384),  # 64 on either side
+        (hf.BertConfig(), KV(right=64, recent=100), 344),
+        (hf.BertConfig(), memory_with_reach(32, KV(right=64), hf.BertConfig()), 416),
+        (hf.ModernBertConfig(), KV(right=64), 1024),
         (hf.BertConfig(), KV(recent=300, sinks=0), 212),
         (hf.BertConfig(), KV(recent=400, sinks=0), 128),  # a quarter of the positions, at least
         (hf.LlamaConfig(max_position_embeddings=1024), KV(recent=3000), 256),

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The window schedule: the paper's worked example, and what holds for every length, window and overlap."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carryforward.windows import Window, encoder_schedule, schedule
+from carryforward.windows import Window, encoder_schedule, grouped_schedule, schedule
 
 sizes = st.integers(1, 40)
 lengths = st.integers(0, 300)
@@ -82,6 +84,40 @@ def test_a_streaming_encoder_reads_the_same_windows(length, window, data):
     start = before[-1].start + window - overlap if before else 0
     after = list(encoder_schedule(length, window, overlap, start=start))
     assert before + after == whole
+
+
+@settings(deadline=None, max_examples=300)
+@given(lengths, st.integers(1, 20), st.integers(2, 7), st.integers(0, 3), st.integers(0, 3))
+def test_groups_read_their_last_window_again_and_give_every_token_out_once(length, capacity, group, prefix, suffix):
+    windows = list(grouped_schedule(length, capacity + prefix + suffix, group, prefix=prefix, suffix=suffix))
+    assert [i for w in windows for i in range(w.score_from, w.score_to)] == list(range(length))
+    again = [w for w in windows if w.is_read_again]
+    assert all(w.score_from == w.start and (w.end - w.start) == capacity for w in again)
+    groups = [list(members) for _, members in itertools.groupby(windows, key=lambda w: w.group)]
+    assert all(len(members) == group for members in groups[:-1])
+    assert not groups or 1 < len(groups[-1]) <= group or len(windows) == 1
+    for members in groups:
+        assert [w.begins_group for w in members] == [True] + [False] * (len(members) - 1)
+        assert [w.is_read_again for w in members] == [False] * (len(members) - 1) + [members is not groups[-1]]
+        assert all(a.sees_next(b) and a.end == b.start for a, b in itertools.pairwise(members))
+    for members, following in itertools.pairwise(groups):
+        assert (members[-1].start, members[-1].end) == (following[0].start, following[0].end)
+        assert not members[-1].sees_next(following[0])
+
+
+@settings(deadline=None, max_examples=300)
+@given(lengths, st.integers(1, 20), st.integers(2, 7), st.data())
+def test_a_streaming_encoder_reads_the_same_groups(length, window, group, data):
+    cut = data.draw(st.integers(0, length))
+    whole = list(grouped_schedule(length, window, group))
+    before = list(grouped_schedule(cut, window, group, final=False))
+    start = before[-1].start if before else 0
+    assert before + list(grouped_schedule(length, window, group, start=start)) == whole
+
+
+def test_a_group_has_a_window_and_its_right_neighbour():
+    with pytest.raises(ValueError, match="group=1 must be at least 2 windows"):
+        list(grouped_schedule(30, 10, 1))
 
 
 @pytest.mark.parametrize(("window", "overlap"), [(10, 10), (10, 11), (10, -1), (0, 0)])

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrence for pretrained transformers: documents of any length, in the memory of one window.
 
-The public names are imported when first used, so that `import carryforward` is instant; transformers' Auto classes
-know recurrent models all the same (see `models.auto`).
+The public names are imported when first used, so that `import carryforward` is instant; transformers' Auto classes and
+pipelines know recurrent models all the same (see `registration`).
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .models import auto
+from .registration import register_when_needed
 
 if TYPE_CHECKING:
     from .config import RecurrenceConfig as RecurrenceConfig
@@ -104,4 +104,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-auto.register_when_needed()
+register_when_needed()

@@ -20,6 +20,7 @@ from .memories.base import Dependency, MemoryConfig, WindowSize, check_fields, i
 from .memories.kinds import MemoryChoice, owner_hint, parse_memory
 from .memories.links import BlockLayout
 from .memories.slot_links import Send, SlotLinks
+from .windows import WindowGroup
 
 logger = logging.get_logger(__name__)
 
@@ -39,11 +40,13 @@ class RecurrenceConfig:
         separator: special tokens between a question and the document, likewise.
         bptt_windows: truncated BPTT: detach the state after every so many windows from the document's start; None never
             does. With 1 every state is detached, and the memory's parameters are not trained; only, if carried keys and
-            values reach further than one window, the offsets of the positions at which a window sees them.
+            values reach further than one window, the offsets of the positions at which a window sees them. Where
+            windows see their right neighbours, only states between groups are detached: the first one after every so
+            many windows.
         block_windows: how many windows of each row run side by side in training, where windows need not wait for each
             other: with carried keys and values, or without a state. Faster, and memory grows with their number. "auto"
             chooses as many as memory allows and speed gains from. Without gradients a block has a fixed number of
-            tokens instead.
+            tokens instead. Where windows see their right neighbours, a block has those of a group at least.
         keep_windows: how many of a sample's newest windows keep their activations for the backward pass instead of
             being recomputed: faster, and memory grows with their number. "auto" keeps as many as memory allows.
         keep_graph: let autograd keep the graph of all windows, as it does for other models: for hooks on gradients and
@@ -88,8 +91,8 @@ class RecurrenceConfig:
         object.__setattr__(self, "_size", size)
         object.__setattr__(self, "memory", parse_memory(self.memory))
         object.__setattr__(self, "_memories", tuple(memory.resolve(size) for memory in self.memory))  # type: ignore[union-attr]
-        self._check_history()
         self.check_capacity(capacity, self.overlap)
+        self._check_blocks()
 
     @property
     def memories(self) -> tuple[MemoryConfig, ...]:
@@ -120,6 +123,11 @@ class RecurrenceConfig:
     def needs_history(self) -> bool:
         """Whether windows are told how much of their document was read; see `MemoryConfig.needs_history`."""
         return any(memory.needs_history(self.size) for memory in self.memories)
+
+    @property
+    def window_group(self) -> WindowGroup | None:
+        """The groups in which windows see their right neighbours, if they do; see `MemoryConfig.window_group`."""
+        return next((memory.window_group for memory in self.memories if memory.window_group), None)
 
     @property
     def writes_behind(self) -> bool:
@@ -157,6 +165,11 @@ class RecurrenceConfig:
 
     def check_capacity(self, capacity: int, overlap: int) -> None:
         """Refuse an overlap at which windows with so many document tokens have too little to carry."""
+        if overlap and self.window_group:
+            raise ValueError(
+                f"overlap={overlap} must be 0: windows see {self.window_group.right} positions of their right "
+                "neighbours, and nothing is read twice. Leave it out, or leave right out of the memory."
+            )
         for memory in self.memories:
             needed = memory.min_capacity(overlap, self.size)
             if capacity < needed:
@@ -166,8 +179,20 @@ class RecurrenceConfig:
                     f"{memory.describe()}. Use a smaller overlap, a larger window, or carry less."
                 )
 
-    def _check_history(self) -> None:
-        """Refuse a memory that reaches further than one window back beside one whose windows wait for each other."""
+    def _check_blocks(self) -> None:
+        """Refuse a memory that needs blocks beside one whose windows wait for each other."""
+        group = self.window_group
+        if group and self.dependency > Dependency.SAME_LAYER_KV:
+            raise ValueError(
+                f"memory: windows that see {group.right} positions of their right neighbours run side by side, and "
+                f"with {', '.join(repr(memory.kind) for memory in self.memories)} they wait for each other. Leave "
+                'right out, or use memory="kv" alone.'
+            )
+        if group and self.needs_history:
+            raise ValueError(
+                f"memory: {self.describe()} reach further back than one window. With right={group.right}, carry at "
+                f"most the {self.size.capacity} document tokens of a window."
+            )
         if self.needs_history and self.dependency > Dependency.SAME_LAYER_KV:
             (far,) = (memory for memory in self.memories if memory.needs_history(self.size))
             raise ValueError(
@@ -277,6 +302,10 @@ class RecurrentModelConfig(PreTrainedConfig):
                 raise ValueError(f"config.json has no {name}, which a recurrent model must have.")
         return super().from_dict(config_dict, **kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Called when a model is loaded by its loader, which is then saved again; not this module."""
+
     @property
     def architecture(self) -> Architecture:
         """The structure of the base model."""
@@ -329,10 +358,11 @@ def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architectur
     if recurrence.window + extra <= positions:
         return
     around = recurrence.memory_positions
-    parts = [f"{extra - around} positions carried in front of it"] * (extra > around)
+    where = "carried in front of it" if recurrence.window_group is None else "of its neighbours on both sides"
+    parts = [f"{extra - around} positions {where}"] * (extra > around)
     parts += [f"{around} memory positions"] * (around > 0)
     carried = f" with {' and '.join(parts)}" * (extra > 0)
-    if architecture.rotary:
+    if not architecture.positions_end:
         logger.warning_once(
             "window=%d%s exceeds the %d positions that %s was trained on. Rotary positions reach further, but the "
             "model has not seen them: predictions may become worse. Train the model, or use a smaller window%s.",
@@ -340,8 +370,8 @@ def _check_fit(recurrence: RecurrenceConfig, base: PreTrainedConfig, architectur
         )  # fmt: skip
         return
     raise ValueError(
-        f"window={recurrence.window}{carried} exceeds the {positions} learned positions that {base.model_type} has. "
-        f"{_fitting_advice(recurrence, base, positions)}."
+        f"window={recurrence.window}{carried} exceeds the {positions} {architecture.kind_of_positions} that "
+        f"{base.model_type} has. {_fitting_advice(recurrence, base, positions)}."
     )
 
 

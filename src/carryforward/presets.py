@@ -10,6 +10,7 @@ COMBINED_WITH: dict[str, tuple[str, ...]] = {"tokens": (), "associative": ("kv",
 DEFAULT_KEY_SIZE = 64  # of the memory "associative"
 DEFAULT_MEMORY_TOKENS = 16  # of the memories "tokens" and "associative"
 DEFAULT_SINKS = 4  # attention sinks of the memory "kv"
+DEFAULT_GROUP_WINDOWS = 16  # windows of a group, where they see their right neighbours
 FAR_SELECTIONS = ("attention", "dissimilar", "merged", "lookup")  # how its far positions are selected
 POOLINGS = ("mean", "max", "attention")  # of the memory "vector": how positions become a vector
 POOLED_LAYERS = ("all", "last", "below")  # and of which layers

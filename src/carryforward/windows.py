@@ -22,12 +22,45 @@ class Window:
         start, end: the tokens that are read.
         score_from, score_to: the tokens this window scores, and no other does. For a causal model these are
             *targets*: token ``i`` is predicted from ``i - 1``. For an encoder they are the positions themselves.
+        group: the token at which its group starts (`grouped_schedule`); None where windows have no groups.
     """
 
     start: int
     end: int
     score_from: int
     score_to: int
+    group: int | None = None
+
+    @property
+    def begins_group(self) -> bool:
+        """Whether it is the first window of its group. Without groups, every window is one by itself."""
+        return self.group is None or self.group == self.start
+
+    @property
+    def is_read_again(self) -> bool:
+        """Whether the next group reads the same window again. Then nothing of this reading is given out."""
+        return self.score_from == self.score_to
+
+    def sees_next(self, following: "Window") -> bool:
+        """Whether it sees its right neighbour, the window that follows it in the schedule."""
+        return self.group is not None and self.group == following.group
+
+
+class WindowGroup(NamedTuple):
+    """Windows of an encoder that see their right neighbours, too.
+
+    Attributes:
+        size: windows of a group.
+        right: first positions of its right neighbour that a window sees.
+    """
+
+    size: int
+    right: int
+
+    @property
+    def advance(self) -> int:
+        """Windows from the start of a group to the start of the next: its last one is read again."""
+        return self.size - 1
 
 
 class Span(NamedTuple):
@@ -105,6 +138,45 @@ def encoder_schedule(
         yield Window(start, end, score_from, score_to)
         score_from = score_to
         start += capacity - overlap
+
+
+def grouped_schedule(
+    length: int,
+    window: int,
+    group: int,
+    *,
+    prefix: int = 0,
+    suffix: int = 0,
+    start: int = 0,
+    final: bool = True,
+) -> Iterator[Window]:
+    """Windows of an encoder that also sees its right neighbours, in groups of so many windows.
+
+    A window sees the one after it only inside its group. So a group's last window sees nothing on its right, unless
+    the document ends there. The next group therefore begins with the same window, and only this second reading is
+    given out.
+
+    >>> [(w.start, w.end, w.score_from, w.score_to) for w in grouped_schedule(7, 4, 3, prefix=1, suffix=1)]
+    [(0, 2, 0, 2), (2, 4, 2, 4), (4, 6, 4, 4), (4, 6, 4, 6), (6, 7, 6, 7)]
+
+    Args:
+        group: windows of a group, at least 2.
+        start: first token of the next group, in a document that has been read in part.
+        final: whether the document ends at ``length``. If not, a group is returned only once a token after it is known:
+            until then its last window may be the document's last.
+    """
+    capacity = check(window, 0, prefix, suffix)
+    if group < 2:
+        raise ValueError(f"group={group} must be at least 2 windows: a window and its right neighbour.")
+    stop = start + group * capacity
+    while start < length and (final or stop < length):
+        for begin in range(start, min(stop, length), capacity):
+            end = min(begin + capacity, length)
+            is_read_again = end == stop < length
+            yield Window(begin, end, begin, begin if is_read_again else end, start)
+        if stop >= length:
+            return
+        start, stop = stop - capacity, stop + (group - 1) * capacity
 
 
 def check(window: int, overlap: int, prefix: int = 0, suffix: int = 0) -> int:

@@ -37,7 +37,18 @@ def test_discovery_agrees_with_the_table(name, build, head):
         ("exaone4", {"unrotated": (2,), "norm": None}),
         ("granite", {"plain_head": False, "rotation_layout": "halves"}),
         ("stablelm", {"hands_down": False}),
-        ("jetmoe", {"kv_shapes": ((2, 8, 8),) * 3}),
+        ("jetmoe", {"kv_shapes": ((2, 8, 8),) * 3, "kv_repeats": 2}),
+        (
+            "gptj",
+            {
+                "own_attention": "_attn",
+                "rotation_table": "embed_positions",
+                "reaches_layers": False,
+                "rotation_layout": "neighbours, angles once",
+            },
+        ),
+        ("falcon", {"own_attention": "scaled_dot_product_attention", "reaches_layers": False, "norm": "ln_attn"}),
+        ("albert", {"order": (0, 0, 1), "layers": "encoder.albert_layer_groups", "norm": None}),
         ("gemma4_text", {"takes_embeddings": False}),
         ("esm", {"offset_positions": True, "causal": False, "rotary": False, "takes_embeddings": False}),
         ("gpt_bigcode", {"rotary": False, "offset_positions": False, "layers": "h"}),
@@ -76,13 +87,27 @@ REFUSED = {
         "1 of its 3 layers have no attention of that kind (a recurrent state, say)",
     ),
     "albert": (
-        lambda: hf.AlbertForMaskedLM(hf.AlbertConfig(**tiny._common, embedding_size=12)),
-        "",
+        lambda: hf.AlbertForMaskedLM(hf.AlbertConfig(**tiny._common, embedding_size=12, inner_group_num=2)),
+        "a layer computes attention more than once",
     ),
-    "t5": (
-        lambda: hf.T5ForConditionalGeneration(hf.T5Config(
-            vocab_size=67, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)),
-        "",
+    "falcon_h1": (
+        lambda: hf.FalconH1ForCausalLM(hf.FalconH1Config(
+            **_small, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)),
+        "layer 1 passes something on from token to token beside attention (a recurrent state, say)",
+    ),
+    "gpt_neo": (
+        lambda: hf.GPTNeoForCausalLM(hf.GPTNeoConfig(
+            vocab_size=67, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])),
+        "its attention function hides keys by itself, whatever mask it is given",
+    ),
+    "codegen": (
+        lambda: hf.CodeGenForCausalLM(hf.CodeGenConfig(
+            vocab_size=67, n_embd=16, n_layer=2, n_head=4, rotary_dim=4, n_positions=40, n_ctx=40)),
+        "its attention takes no further keyword arguments",
+    ),
+    "moshi": (
+        lambda: hf.MoshiForCausalLM(hf.MoshiConfig(**{**_small, "num_key_value_heads": 2}, ffn_dim=24)),
+        "its attention rotates keys by itself, and not with a table",
     ),
     "mamba": (
         lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=67, hidden_size=16, num_hidden_layers=2, state_size=4)),
@@ -91,11 +116,6 @@ REFUSED = {
     "deepseek_v3": (
         lambda: families.base("deepseek_v3"),
         "its keys are rotated in a way that is not known, or changed after their rotation",
-    ),
-    "gptj": (
-        lambda: hf.GPTJForCausalLM(hf.GPTJConfig(
-            vocab_size=67, n_embd=16, n_layer=2, n_head=2, rotary_dim=4, n_positions=40)),
-        "",
     ),
 }  # fmt: skip
 
@@ -115,15 +135,37 @@ def test_what_cannot_be_understood_is_refused_in_a_sentence(name):
     assert not hasattr(model.config, STORED_AS)
 
 
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: hf.FalconForCausalLM(hf.FalconConfig(**{key: tiny._common[key] for key in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}, alibi=True)),
+         "'falcon' with alibi=True: its masks hold a bias for distances (ALiBi), which what is carried would not get."),
+        (lambda: hf.T5ForConditionalGeneration(hf.T5Config(
+            vocab_size=67, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)),
+         "'t5' with is_encoder_decoder=True: only decoders and encoders are supported."),
+    ],
+)  # fmt: skip
+def test_settings_are_refused_before_anything_is_tried(make, reason):
+    model = make()
+    with pytest.raises(ValueError, match=" with ") as raised:
+        cf.add_recurrence(model, memory="vector")
+    assert str(raised.value) == f"Recurrence cannot be added to a model of type {reason}"
+    assert not hasattr(model.config, STORED_AS)
+
+
 # --- the model is as before ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["granite", "gemma2", "stablelm", "gpt_oss", "esm", "bert"])
+@pytest.mark.parametrize(
+    "name", ["granite", "gemma2", "stablelm", "gpt_oss", "esm", "bert", "albert", "jetmoe", "gptj", "falcon"]
+)
 def test_a_model_is_as_before_afterwards(name, attention, training):
     model = families.base(name)
-    model.set_attn_implementation("eager" if name in ("gpt_oss", "gemma2") else attention)
+    if name not in ("gptj", "falcon"):  # which have the one that they were made with
+        model.set_attn_implementation("eager" if name in ("gpt_oss", "gemma2") else attention)
     model.train(training)
     model.base_model.get_input_embeddings().eval()  # a part that is in another mode stays so
     before, random, ids = _snapshot(model), torch.get_rng_state(), tiny.documents(1, 9)

@@ -116,6 +116,8 @@ def test_the_size_of_a_state(home):
         "": (0, 64), "--recent 5": (9, 9 * 256), "--reach 12": (12, 12 * 256), "--reach 3KB": (11, 11 * 256),
         "--recent 3 --far 2": (9, 9 * 256),
     }  # fmt: skip
+    assert "--right" in fail(*flops, "--group-windows", 4, code=2)
+    assert "right=4 lets windows see what comes after them, and gpt2 is causal" in fail(*flops, "--right", 4, code=2)
     shown = succeed(*flops, "--reach", 12).out
     memory = "keys and values of the 8 most recent positions and the first 4"
     assert shown.endswith(f"\nstate: 0.003 MB per text, 12 positions: {memory}\n")

@@ -325,9 +325,23 @@ def test_position_offsets_are_measured_before_they_are_trained(home, tmp_path):
     assert model.memory.kv.position_offsets.abs().mean() > 1e-3
 
 
+def test_windows_may_see_both_neighbours(home, tmp_path):
+    sides = ["--right", 6, "--sinks", 2, "--group-windows", 3]
+    result = succeed(*command(home, "--window", 40, *sides, "--out", tmp_path / "own"))
+    assert "the 4 most recent positions and the first 2, and of 6 that follow, in groups of 3 windows" in result.err
+    model = cf.RecurrentForQuestionAnswering.from_pretrained(tmp_path / "own")
+    assert model.config.recurrence.memories == (cf.KVMemoryConfig(4, 2, right=6, group_windows=3),)
+    (tmp_path / "text.txt").write_text(prose.TOPICS[0][:600])
+    answer = ["--question", "What follows the?", "--document", tmp_path / "text.txt", "--json"]
+    assert json.loads(succeed("qa", "answer", tmp_path / "own", *answer).out)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"right": -1}, "--right -1: it must be at least 0"),
+        ({"right": 4, "group_windows": 1}, "--group-windows 1: it must be at least 2"),
+        ({"group_windows": 4}, "--group-windows 4: without --right windows see nothing after them. Give --right"),
         ({"epochs": 0}, "--epochs 0: it must be above 0"),
         ({"patience": 0}, "--patience 0: it must be at least 1"),
         ({"preset": "papr"}, "--preset papr: it must be one of recommended, paper"),

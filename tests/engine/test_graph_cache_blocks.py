@@ -58,6 +58,32 @@ def test_blocks_that_see_further_than_one_window_are_captured(name, memory, keep
     assert fast.graph_cache._replays
 
 
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_blocks_whose_windows_see_both_neighbours_are_captured(name, keep, captures):
+    memory = cf.KVMemoryConfig(recent=3, sinks=1, right=4, group_windows=3)
+    fields = {"memory": memory, "overlap": 0, "block_windows": 6, "keep_windows": keep, "bptt_windows": 3}
+    plain, fast = model_pair(name, **fields)
+    for mask in (*masks(), *masks()):
+        (expected, eager), (out, captured) = (step(model, attention_mask=mask) for model in (plain, fast))
+        assert_close(out.loss, expected.loss)
+        assert_close(out.state.memory["kv"], expected.state.memory["kv"], rtol=1e-4, atol=1e-5)
+        tiny.assert_same_gradients(eager, captured)
+    assert fast.graph_cache._replays
+    fast.graph_cache._replays = 0
+    for _ in range(3):  # without gradients
+        with torch.no_grad():
+            assert_close(fast(IDS, labels=IDS).loss, plain(IDS, labels=IDS).loss)
+    assert fast.graph_cache._replays
+    fast.graph_cache._replays, state = 0, plain.advance_state(IDS[:, :25])
+    for rows in (3, 2, 1, 3, 2):  # a state enters
+        with torch.no_grad():
+            losses = [model(IDS[:rows, 25:30], labels=IDS[:rows, 25:30], state=state[:rows]).loss
+                      for model in (fast, plain)]  # fmt: skip
+        assert_close(*losses)
+    assert fast.graph_cache._replays
+
+
 def test_blocks_that_select_by_contents_are_not_captured(captures):
     memory = cf.KVMemoryConfig(recent=4, far=3, selection="attention")
     plain, fast = model_pair("llama", memory=memory, block_windows=2)
@@ -68,9 +94,10 @@ def test_blocks_that_select_by_contents_are_not_captured(captures):
     assert not captures
 
 
+@pytest.mark.parametrize("right", [{}, {"right": 2, "group_windows": 3}], ids=str)
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
-def test_blocks_with_questions_in_front_are_captured(name, captures):
-    fields = {"slots": 0, "recent": 2, "sinks": 1, "window": 16, "block_windows": 3}
+def test_blocks_with_questions_in_front_are_captured(name, right, captures):
+    fields = {"slots": 0, "recent": 2, "sinks": 1, "window": 16, "block_windows": 3, **right}
     plain, fast = qa_pair(name, **fields)
     for questions in (tiny.QUESTIONS, [[5], [6, 7, 8, 9], [10, 11]], tiny.QUESTIONS, tiny.QUESTIONS):
         (expected, eager), (out, captured) = (qa_step(model, questions=questions) for model in (plain, fast))

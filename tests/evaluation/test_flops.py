@@ -59,8 +59,11 @@ def test_base_flops_of_a_window(name):
     assert masked >= 0
 
 
-MORE_TYPES = [*families.REPRESENTATIVE, "qwen2_moe", "laguna", "mimo_v2_flash", "gemma4_text", "modernbert-decoder",
-              "granitemoeshared", "ernie4_5_moe", "layoutlm", "xmod"]  # fmt: skip
+EXPERTS_BY_TOKEN = ["dbrx", "jetmoe"]
+MORE_TYPES = [
+    *(name for name in families.REPRESENTATIVE if name not in EXPERTS_BY_TOKEN), "qwen2_moe", "laguna", "mimo_v2_flash",
+    "gemma4_text", "modernbert-decoder", "granitemoeshared", "ernie4_5_moe", "xmod",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in MORE_TYPES if name in families.INSTALLED])
@@ -68,7 +71,10 @@ def test_base_flops_of_a_window_of_discovered_types(name):
     """Of a mixture of experts the counter sees those that a token is sent to, and layers may have other sizes."""
     window, model = 8, families.base(name).requires_grad_(False)
     store_architecture(model.config, discover(model))
-    model.set_attn_implementation("eager")
+    if architecture_of(model.config).own_attention:
+        model.config._attn_implementation = "eager"
+    else:
+        model.set_attn_implementation("eager")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     architecture = architecture_of(model.config)
@@ -76,7 +82,8 @@ def test_base_flops_of_a_window_of_discovered_types(name):
     with FlopCounterMode(display=False) as counter:
         backbone(input_ids=tiny.documents(1, window))
     counts = counter.get_flop_counts()
-    paths = [f"{type(backbone).__name__}.{architecture.layers}.{number}" for number in range(tiny.LAYERS)]
+    items = range(len(architecture.layer_list(backbone)))  # some compute several layers
+    paths = [f"{type(backbone).__name__}.{architecture.layers}.{number}" for number in items]
     measured = sum(sum(counts[path].values()) for path in paths)
     matrices = flops._matrices(flops._json(model.config))
     masked = [4 * width * (window**2 - pairs) for width, pairs in
@@ -84,7 +91,7 @@ def test_base_flops_of_a_window_of_discovered_types(name):
     assert measured == pytest.approx(flops_per_token(model.config, window).base * window + sum(masked), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["dbrx", "jetmoe"])
+@pytest.mark.parametrize("name", EXPERTS_BY_TOKEN)
 def test_experts_that_depend_on_the_token_are_not_counted(name):
     model = families.base(name)
     store_architecture(model.config, discover(model))
@@ -205,6 +212,25 @@ def test_an_encoders_special_tokens_are_read_but_not_scored():
     plain = flops_per_token(config.base_config, 11)
     assert flops_per_token(config, overlap=0).base == pytest.approx(plain.base * 11 / 8)
     assert plain.vocabulary == 0
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_windows_that_are_read_again_are_counted(group):
+    """What PyTorch counts for a document of many groups, over the tokens that one more group gives out."""
+    memory = cf.KVMemoryConfig(recent=3, sinks=1, right=3, group_windows=group)
+    settings = {"_attn_implementation": "eager"}
+    model = tiny.recurrent("bert", "none", settings=settings, overlap=0, memory=memory)
+
+    def measure(groups):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(tiny.documents(1, 8 * (groups * (group - 1) + 1) + 1))
+        return counter.get_total_flops()
+
+    counted, alone = flops_per_token(model.config), flops_per_token(model.config, use_state=False)
+    assert counted.base == pytest.approx(alone.base * group / (group - 1))
+    pooler = 2 * tiny.WIDTH**2  # of BERT, which reads each window's first token, and belongs to no layer
+    per_group = (counted.base + counted.recurrence) * 8 * (group - 1) + group * pooler
+    assert measure(5) - measure(4) == pytest.approx(per_group, rel=1e-9)
 
 
 def test_counting_changes_neither_random_numbers_nor_the_config():

@@ -7,6 +7,7 @@ import torch
 from carryforward.evaluation.streaming import stream_documents
 from carryforward.models.outputs import RecurrentOutput
 from carryforward.state import State
+from carryforward.windows import WindowGroup
 
 LENGTHS = [40, 1, 0, 9, 2, 17, 8, 41, 18]
 STRIDE, OVERLAP = 6, 2  # of windows of 8 tokens
@@ -64,6 +65,16 @@ def test_blocks_are_full_until_documents_end():
     spans = [(piece.documents, piece.spans) for piece in pieces(windows_per_call=2, batch_size=9, block_windows=3)]
     assert spans[:5] == [([7], [(0, 21)]), ([7], [(21, 39)]), ([0], [(0, 21)]), ([0], [(21, 39)]),
                          ([7, 0], [(39, 41), (39, 40)])]  # fmt: skip
+
+
+def test_a_piece_ends_one_token_after_a_group():
+    """Groups of three windows, of which the last is read again: twice two windows, and the one that comes after."""
+    group = WindowGroup(3, right=4)
+    spans = [(piece.documents, piece.spans)
+             for piece in pieces(windows_per_call=2, batch_size=9, block_windows=5, group=group)]  # fmt: skip
+    assert spans[:3] == [([7], [(0, 5 * STRIDE + 1)]), ([0], [(0, 31)]), ([7, 0], [(31, 41), (31, 40)])]
+    (first, *_) = pieces(windows_per_call=2, batch_size=1, block_windows=1, group=group)
+    assert first.spans == [(0, 3 * STRIDE + 1)], "never less than a group"
 
 
 def test_short_documents_are_skipped():

@@ -33,6 +33,7 @@ from carryforward.utils.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+GRAPHS = ROOT / "docs" / "cuda_graphs.json"  # made by cuda_graphs.py on a GPU
 HOLDS, NOT_ASKED = "holds", "refused"
 
 
@@ -172,9 +173,22 @@ those of the tiny model, on one thread.
 """
 
 
-def page(results: dict[str, Any]) -> str:
-    """The page, from the results."""
+_GRAPHS = """
+*CUDA graph* says whether windows are captured, with the losses and gradients of eager ones: on {gpu}, with transformers
+{transformers} and torch {torch}, by [cuda_graphs.json](cuda_graphs.json).
+"""
+
+
+def page(results: dict[str, Any], graphs: dict[str, Any] | None = None) -> str:
+    """The page, from the results.
+
+    Args:
+        graphs: those of cuda_graphs.py; by default from its file, if there is one.
+    """
     types = results["types"]
+    if graphs is None and GRAPHS.exists():
+        graphs = json.loads(GRAPHS.read_text())
+    of_graphs = {} if graphs is None else graphs["types"]
     commits = sorted({result["commit"][:10] for result in types.values()})
     missing = results.get("not_installed", [])
     checks = "\n".join(f"* *{title}*: {_first_sentence(check.holds)}" for title, check in CHECKS.items())
@@ -183,11 +197,17 @@ def page(results: dict[str, Any]) -> str:
         commits=f", at commit {', '.join(commits)}", checks=checks, count=_count(types),
         missing=f" Not in this version of transformers: {', '.join(missing)}." if missing else "",
     )  # fmt: skip
+    header = ["type", "structure", "what does not hold", "equivalences", "discovery", "verification"]
+    if graphs is not None:
+        text += _GRAPHS.format(gpu=graphs["hardware"].get("gpu", "no GPU"), **graphs["versions"])
+        header.insert(3, "CUDA graph")
     for title, causal in (("Decoders", True), ("Encoders", False)):
         rows = [_row(name, result) for name, result in types.items() if result["causal"] == causal]
-        header = ("type", "structure", "what does not hold", "equivalences", "discovery", "verification")
-        text += f"\n## {title}\n\n{markdown_table(header, rows, text_columns=3)}\n"
-    return text + _reasons(types)
+        if graphs is not None:
+            for row, name in zip(rows, (name for name in types if types[name]["causal"] == causal), strict=True):
+                row.insert(3, _captured(of_graphs.get(name)))
+        text += f"\n## {title}\n\n{markdown_table(header, rows, text_columns=len(header) - 3)}\n"
+    return text + _reasons(types) + _reasons_of_graphs(of_graphs)
 
 
 def _row(name: str, result: dict[str, Any]) -> list[str]:
@@ -204,6 +224,25 @@ def _row(name: str, result: dict[str, Any]) -> list[str]:
         f"{outcomes.count(HOLDS)} of {len(outcomes)}",
         *("" if one is None else f"{one:.2f} s" for one in seconds),
     ]
+
+
+def _captured(result: dict[str, Any] | None) -> str:
+    """Whether the windows of a type are captured: with all memories, with none, or without which."""
+    if result is None or {*result["memories"].values()} <= {"refused"}:
+        return ""
+    missing = [memory for memory, outcome in result["memories"].items() if outcome != "captured"]
+    if not missing:
+        return "captured"
+    return "no" if len(missing) == len(result["memories"]) else f"not {', '.join(missing)}"
+
+
+def _reasons_of_graphs(types: dict[str, Any]) -> str:
+    """A line for each type that is not captured, with the first reason."""
+    outcomes = {name: [*one["memories"].values()] for name, one in types.items()}
+    reasons = {name: [one for one in of_type if one not in ("captured", "refused")]
+               for name, of_type in outcomes.items()}  # fmt: skip
+    lines = [f"* `{name}`: {of_type[0].removeprefix('not captured: ')}" for name, of_type in reasons.items() if of_type]
+    return "\n## What is not captured\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def _reasons(types: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from helpers.family_checks import assert_close
 
 import carryforward as cf
 
-TYPES = ["esm", "eurobert", "nomic_bert", "gte", "roberta-prelayernorm", "ultrabert", "xmod"]
+TYPES = ["esm", "eurobert", "nomic_bert", "gte", "roberta-prelayernorm", "ultrabert", "xmod", "albert"]
 CASES = [
     (name, head)
     for name in TYPES

@@ -30,6 +30,24 @@ def test_what_does_not_hold_is_on_the_page(results):
     assert "| `llama` | refused | a reason |" in page
 
 
+def test_what_is_captured_is_on_the_page(results):
+    memories = dict.fromkeys(("vector", "kv", "tokens", "associative"), "captured")
+    types = {
+        "llama": memories, "granite": {**memories, "kv": "not captured: RuntimeError: a reason"},
+        "gemma": dict.fromkeys(memories, "losses differ by 0.5 of the loss"),
+        "axk1": dict.fromkeys(memories, "refused"),
+    }  # fmt: skip
+    graphs = {"types": {name: {"memories": one} for name, one in types.items()}, "hardware": {"gpu": "a GPU"},
+              "versions": {"torch": "2", "transformers": "5"}}  # fmt: skip
+    page = all_types.page(results, graphs)
+    assert "on a GPU, with transformers\n5 and torch 2" in page
+    for row in ("| `llama` | in the table |  | captured | 27", "| `granite` | discovered |  | not kv | 27",
+                "| `gemma` | discovered |  | no | 27", "| `gpt2` | in the table |  |  | 27"):  # fmt: skip
+        assert row in page
+    assert "* `granite`: RuntimeError: a reason\n* `gemma`: losses differ by 0.5 of the loss\n" in page
+    assert "`axk1`:" not in page
+
+
 def test_a_check_that_fails_is_recorded():
     def fails(name, memory):
         raise AssertionError("losses differ\nby 1")

@@ -157,6 +157,8 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "youtu": _latent,
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {},
+    "gptj": {"rotary_dim": 4},
+    "falcon": {"num_kv_heads": 1, "bias": True, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 2},
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {},
@@ -180,6 +182,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "esmc": _latent,
     "eurobert": {"classifier_pooling": "mean"},
+    "albert": {"num_hidden_groups": 2},
 }
 ALL = {**CAUSAL, **ENCODERS}
 INSTALLED = [name for name in ALL if name in CONFIG_MAPPING]
@@ -187,6 +190,7 @@ NOT_INSTALLED = [name for name in ALL if name not in CONFIG_MAPPING]
 REPRESENTATIVE = [
     "granite", "cohere", "glm4", "olmo2", "gemma2", "mixtral", "gpt_oss", "stablelm", "nanochat", "smollm3",
     "cohere_compass_text", "gpt_bigcode", "esm", "eurobert", "nomic_bert", "layoutlm",
+    "gptj", "falcon", "albert", "jetmoe",
 ]  # fmt: skip
 # Given embeddings instead of token ids, they leave out positions or norms, or fail.
 NO_MEMORY_POSITIONS = ["esm", "esmc", "gemma4_text"]
@@ -236,12 +240,16 @@ def compute_in_double(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
     return model.double()
 
 
-def recurrent(name: str, head: str | None = None, settings: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """A tiny recurrent model with a state large enough to matter. Fields are those of `RecurrenceConfig`."""
+def recurrent(
+    name: str, head: str | None = None, settings: dict[str, Any] | None = None, precise: bool = True, **fields: Any
+) -> Any:
+    """A tiny recurrent model with a state large enough to matter, in double precision if it is to be `precise`. Fields
+    are those of `RecurrenceConfig`."""
     special = {"window": 8} if is_causal(name) else {"window": 11, "prefix": (2,), "suffix": (3, 3)}
     fields = {"overlap": 2, "verify": False, **special, **fields}
     text = [list(range(5, VOCABULARY)) * 4]  # to measure position offsets on
-    model = cf.add_recurrence(precise_base(name, head, **(settings or {})), documents=text, **fields)
+    build = precise_base if precise else base
+    model = cf.add_recurrence(build(name, head, **(settings or {})), documents=text, **fields)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.memory.parameters():

@@ -7,13 +7,13 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from carryforward.engine import cuda_graphs
+from carryforward.engine import cuda_graphs, graph_cache
 from helpers import tiny
 
 IDS = tiny.documents(3, 45)
 RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
 RAGGED_ROWS = (torch.arange(45) < torch.tensor([45, 38, 20])[:, None]).long()  # their last windows need a mask
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on a machine that has one")
 
 
 class OperationLog(TorchDispatchMode):
@@ -50,6 +50,20 @@ def capture_on_cpu(function, pool):
                     place.copy_(value)
 
     return results, replay
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Capture on the CPU, from the second window of a shape on. The list of captured functions."""
+    functions = []
+    monkeypatch.setattr(graph_cache, "DEVICES", ("cpu",))
+    monkeypatch.setattr(graph_cache, "CAPTURE_AFTER", 1)
+    monkeypatch.setattr(cuda_graphs, "warm_up", lambda function, times=1: function())
+    monkeypatch.setattr(cuda_graphs.GradientAccumulator, "pool", lambda self, shared=True: None)
+    monkeypatch.setattr(
+        cuda_graphs, "capture", lambda function, pool: functions.append(function) or capture_on_cpu(function, pool)
+    )
+    return functions
 
 
 def _detached(x):

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 VOCABULARY = 300
@@ -25,6 +25,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
         ),
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<|end|>", eos_token="<|end|>")
+
+
+def encoder_tokenizer() -> PreTrainedTokenizerFast:
+    """The same with an encoder's special tokens, which it puts around texts and pairs, and a maximum length."""
+    bpe = tokenizer().backend_tokenizer
+    special = {"cls_token": "<|cls|>", "sep_token": "<|sep|>", "pad_token": "<|pad|>", "mask_token": "<|mask|>"}
+    bpe.add_special_tokens([*special.values()])
+    ends = [(token, bpe.token_to_id(token)) for token in ("<|cls|>", "<|sep|>")]
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<|cls|> $A <|sep|>", pair="<|cls|> $A <|sep|> $B:1 <|sep|>:1", special_tokens=ends
+    )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **special, model_max_length=32, model_input_names=names)
 
 
 def save_model(folder: Path) -> Path:

@@ -13,7 +13,8 @@ from tokenizers import normalizers
 
 import carryforward as cf
 from carryforward.data.tokenization import check_tokenizer, fingerprint
-from carryforward.models.loading import load_causal, load_tokenizer
+from carryforward.models.loading import load_causal
+from carryforward.models.model_files import load_tokenizer
 
 TOKENIZER = prose.tokenizer()
 SIZE = len(TOKENIZER)

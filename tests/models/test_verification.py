@@ -52,6 +52,15 @@ WRONG = [
     ("granite", {"plain_head": True}, LOSS),
     ("cohere", {"plain_head": True}, LOSS),
     ("stablelm", {"hands_down": True}, "the check 'state arrives' fails"),
+    ("gptj", {"norm": None}, NORM),
+    ("gptj", {"rotation_layout": "halves, angles once"}, ROTATION),
+    ("gptj", {"reaches_layers": True}, "the check 'state arrives' fails"),
+    ("gptj", {"own_attention": ""}, "the check 'state arrives' fails"),
+    ("falcon", {"own_attention": ""}, "the check 'state arrives' fails"),
+    ("falcon", {"own_attention": "_attn"}, "the check 'state arrives' fails"),
+    ("falcon", {"norm": "ln_mlp"}, NORM),
+    ("albert", {"order": ()}, "the check 'state arrives' fails"),
+    ("jetmoe", {"kv_repeats": 1}, "the check 'token by token' fails"),
 ]
 
 

@@ -34,6 +34,22 @@ def test_window_and_carried_positions_must_fit_the_learned_positions():
         cf.add_recurrence(tiny.base("gpt2"), window=30, memory=memory)
 
 
+def test_both_sides_must_fit_the_learned_positions():
+    message = (
+        "window=30 with 12 positions of its neighbours on both sides exceeds the 40 learned.*Use window=28 or less"
+    )
+    with pytest.raises(ValueError, match=message):
+        cf.add_recurrence(tiny.base("bert"), window=30, memory=cf.KVMemoryConfig(right=6), prefix=())
+    with pytest.raises(ValueError, match="reach=9 takes 9 positions, and the 40 learned .* Use reach=4 or less"):
+        cf.add_recurrence(tiny.base("bert"), window=30, memory=cf.KVMemoryConfig(right=6), reach=9, prefix=())
+
+
+def test_another_overlap_is_refused_where_windows_see_both_neighbours():
+    model = tiny.recurrent("bert", memory=cf.KVMemoryConfig(right=3), overlap=0)
+    with pytest.raises(ValueError, match="overlap=2 must be 0: windows see 3 positions of their right neighbours"):
+        model(tiny.documents(1, 30), overlap=2)
+
+
 def test_an_overlap_that_leaves_too_little_to_carry_is_refused():
     message = (
         r"overlap=5 \(trained at 2\): a window has 8 document tokens and needs 9 to carry keys and values of the 4"

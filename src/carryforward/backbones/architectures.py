@@ -33,14 +33,21 @@ class Architecture:
         backbone: path from the model with its head to the one without; empty where it is transformers' `base_model`.
         hands_down: layers hand keyword arguments on to their attention.
         core: path from the model without its head to the module that takes token ids and gives hidden states.
+        reaches_layers: the model hands keyword arguments on to its layers.
+        order: for each layer, which item of the list computes it, counted from 0; empty if each computes one, in order.
+        own_attention: what attention modules call with queries and keys, if it is not transformers' attention
+            interface: a name of `own_attention.CALLS`.
         rotary: positions are rotations of queries and keys, not learned vectors.
         rotary_by_type: layers of different attention types are rotated differently.
+        rotation_table: the name of a table of sines and cosines in attention modules, if rotations are not made by a
+            module `rotary_emb`.
         rotation_layout: how rotations are written down, a name of `rotations.LAYOUTS`.
         unrotated: the layers, counted from 1, in which keys have no position.
         offset_positions: position ids start after the padding id, so that fewer positions can be used.
         masks_by_type: layers of different attention types take their masks from a dictionary.
         kv_shapes: for each layer the number of key-value heads, the size of a key and that of a value, where the config
             does not say them.
+        kv_repeats: so many times fewer heads are cached than reach the attention function.
         state_size: the size of a key in a state, if there are `kv_shapes`; see `kv_layout`.
         plain_head: a causal model's logits are a linear layer's output, and nothing else is done to them.
     """
@@ -52,8 +59,12 @@ class Architecture:
     hands_down: bool = True
     core: str = ""
     backbone: str = ""
+    reaches_layers: bool = True
+    order: tuple[int, ...] = ()
+    own_attention: str = ""
     rotary: bool = False
     rotary_by_type: bool = False
+    rotation_table: str = ""
     rotation_layout: str = "halves"
     unrotated: tuple[int, ...] = ()
     offset_positions: bool = False
@@ -62,10 +73,21 @@ class Architecture:
     takes_embeddings: bool = True
     kv_shapes: tuple[tuple[int, int, int], ...] = ()
     state_size: int = 0
+    kv_repeats: int = 1
 
     def max_positions(self, config: Any) -> int:
         """The number of positions the base model has, or was trained on if they are rotary."""
         return config.max_position_embeddings - self._skipped(config)
+
+    @property
+    def positions_end(self) -> bool:
+        """Whether there are no positions beyond `max_positions`."""
+        return not self.rotary or bool(self.rotation_table)
+
+    @property
+    def kind_of_positions(self) -> str:
+        """What the positions are that end, for messages."""
+        return "positions" if self.rotary else "learned positions"
 
     def position_ids(self, config: Any, positions: Tensor) -> Tensor:
         """Position ids of the base model for positions counted from 0."""
@@ -131,15 +153,25 @@ class Architecture:
 
     def _angles(self, backbone: Any, like: Tensor, positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of a model's rotations at positions [b, n], each [b, n, d']."""
-        by_type = [layer_type] if self.rotary_by_type else []
-        return LAYOUTS[self.rotation_layout].in_halves(*backbone.rotary_emb(like, positions, *by_type))
+        if self.rotation_table:
+            table = self._table(backbone).to(like.dtype)
+            sin, cos = table[positions.abs().to(table.device)].to(like.device).chunk(2, dim=-1)
+            angles = cos, sin * positions.sign()[..., None]
+        else:
+            angles = backbone.rotary_emb(like, positions, *([layer_type] if self.rotary_by_type else []))
+        return LAYOUTS[self.rotation_layout].in_halves(*angles)
+
+    def _table(self, backbone: Any) -> Tensor:
+        """Sines and cosines of all positions, [n, d']."""
+        return getattr(self.layer_list(backbone)[0].get_submodule(self.attention), self.rotation_table)
 
     def rotated_sizes(self, backbone: Any) -> list[int]:
         """For each layer, how many numbers of its keys are rotated."""
         count = backbone.config.num_hidden_layers
         if not self.rotary:
             return [0] * count
-        device = next((x.device for x in backbone.rotary_emb.buffers()), backbone.device)  # weights may be offloaded
+        buffers = [self._table(backbone)] if self.rotation_table else backbone.rotary_emb.buffers()
+        device = next((x.device for x in buffers), backbone.device)  # weights may be offloaded
         like, position = torch.empty(0, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
         types = backbone.config.layer_types if self.rotary_by_type else [None] * count
         sizes = {one: self._angles(backbone, like, position, one)[0].shape[-1] for one in set(types)}
@@ -152,7 +184,7 @@ class Architecture:
         shapes = self.kv_shapes or ((heads, size, size),) * len(rotated)
         neighbours = self.rotary and LAYOUTS[self.rotation_layout].neighbours
         layouts = [
-            KVLayout(*shape, own, heads, size, max(rotated), neighbours)
+            KVLayout(*shape, own, heads, size, max(rotated), neighbours, self.kv_repeats)
             for shape, own in zip(shapes, rotated, strict=True)
         ]
         return [] if all(layout.is_plain for layout in layouts) else layouts
@@ -222,6 +254,11 @@ class Architecture:
     def layer_list(self, backbone: nn.Module) -> nn.ModuleList:
         return backbone.get_submodule(self.layers)  # type: ignore[return-value]
 
+    def layers_in_order(self, backbone: nn.Module) -> list[nn.Module]:
+        """For each layer the module that computes it, which may be that of another layer, too."""
+        modules = [*self.layer_list(backbone)]
+        return [modules[i] for i in self.order] if self.order else modules
+
     @staticmethod
     def runtime_options(config: Any) -> tuple[str, float | None]:
         """The config values that change how a forward pass runs: the attention function, and a cap on logits."""
@@ -231,7 +268,10 @@ class Architecture:
         """The linear layer that makes a causal model's logits; None if the model or a hook does more than that."""
         layer, (_, logit_cap) = model.get_output_embeddings(), self.runtime_options(model.config)
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        hooked = any(getattr(module, kind) for module in (model, layer) for kind in hooks)
+        hooked = any(
+            not getattr(hook, "func", hook).__module__.startswith(__package__)
+            for module in (model, layer) for kind in hooks for hook in getattr(module, kind).values()
+        )  # fmt: skip
         patched = any("forward" in vars(module) for module in (model, layer)) or hasattr(layer, "_hf_hook")
         is_transformers = type(model).forward.__module__.startswith("transformers.")
         is_plain = self.plain_head and type(layer) is nn.Linear and is_transformers and logit_cap is None
@@ -280,6 +320,7 @@ _REFUSED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_cross_attention": ((False,), "the state would be inserted into cross-attention"),
     "is_encoder_decoder": ((False,), "only decoders and encoders are supported"),
     "layerdrop": ((0.0,), "a dropped layer neither receives the state nor is pooled; set it to 0.0"),
+    "alibi": ((False,), "its masks hold a bias for distances (ALiBi), which what is carried would not get"),
     "use_bidirectional_attention": ((False, "vision"), "a causal model is expected"),
 }
 
@@ -287,9 +328,9 @@ _REFUSED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 def architecture_of(config: Any) -> Architecture:
     """The architecture of a base model: a row of the table, or what was discovered of it (`store_architecture`). A
     ValueError names the supported types otherwise."""
-    refusal = _refusal(config)
-    if refusal is not None:
-        raise ValueError(refusal)
+    if not is_known(config):
+        raise ValueError(unsupported_type(config.model_type))
+    check_settings(config)
     stored = getattr(config, STORED_AS, None)
     return ARCHITECTURES[config.model_type] if stored is None else _from_dict(stored)
 
@@ -301,8 +342,9 @@ def store_architecture(config: Any, architecture: Architecture) -> None:
 
 def _from_dict(stored: Any) -> Architecture:
     try:
+        lists = {name: tuple(stored[name]) for name in ("unrotated", "order") if name in stored}
         shapes = tuple(tuple(shape) for shape in stored["kv_shapes"])
-        return Architecture(**{**stored, "unrotated": tuple(stored["unrotated"]), "kv_shapes": shapes})
+        return Architecture(**{**stored, **lists, "kv_shapes": shapes})
     except (TypeError, KeyError) as error:
         raise ValueError(f"config.json: {STORED_AS} is not the architecture of a base model ({error}).") from error
 
@@ -319,7 +361,7 @@ def is_discovered(config: Any) -> bool:
 
 def is_supported(config: Any) -> bool:
     """Whether recurrence can be added to a base model."""
-    return _refusal(config) is None
+    return is_known(config) and _refused_setting(config) is None
 
 
 def positions_of(config: Any) -> int | None:
@@ -335,11 +377,18 @@ def unsupported_type(model_type: str) -> str:
     )
 
 
-def _refusal(config: Any) -> str | None:
-    if not is_known(config):
-        return unsupported_type(config.model_type)
+def check_settings(config: Any) -> None:
+    """Refuse settings under which a base model computes something else than this file assumes."""
+    refusal = _refused_setting(config)
+    if refusal is not None:
+        raise ValueError(refusal)
+
+
+def _refused_setting(config: Any) -> str | None:
     for name, (accepted, reason) in _REFUSED_SETTINGS.items():
         value = getattr(config, name, None)
         if value is not None and value not in accepted:
-            return f"Recurrence cannot be added to {config.model_type!r} with {name}={value!r}: {reason}."
+            return (
+                f"Recurrence cannot be added to a model of type {config.model_type!r} with {name}={value!r}: {reason}."
+            )
     return None

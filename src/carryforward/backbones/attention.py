@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention functions that accept extra keys and values, and record those of the window.
 
-Every attention module of transformers looks up its attention function by the name in its config and calls it with
-queries, keys, values and all keyword arguments it received. The usual functions are registered here under a second
-name, wrapped: the wrapper prepends the keys and values that are carried from earlier windows. (In generation they are
-part of the cache instead: `models.generation.cache_rows.CacheRows.update`.)
+Attention modules of transformers look up their attention function by the name in their config and call it with
+queries, keys, values and all keyword arguments they received. The usual functions are registered here under a second
+name, wrapped: the wrapper prepends the keys and values that are carried from earlier windows. Modules that call
+something else get the same wrapper around it (`attend_by_itself`, `own_attention`). (In generation carried keys and
+values are part of the cache instead: `models.generation.cache_rows.CacheRows.update`.)
 """
 
 import contextlib
@@ -18,6 +19,8 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from . import own_attention
+from .architectures import architecture_of
 from .kv_layout import KVLayout
 from .memory_positions import MemoryPositions
 from .split_windows import split_windows
@@ -33,10 +36,10 @@ class AttentionContext:
     """What one layer's attention takes in and records. Not a dataclass, for the reason given in `hooks.HookContext`.
 
     Attributes:
-        past_kv: keys and values of earlier windows, visible to every query.
+        past_kv: keys and values of other windows, visible to every query: of earlier ones, or of both neighbours.
         past_visible: for each window that has a past, which of its positions are visible, [b, S]; None: all.
         link: in a block, finds in the windows' own keys and values what each window sees of its past.
-        num_first: in a block, the first so many windows see no past.
+        num_first: in a block, the first so many windows see no other.
         num_slots: how many of the input's first positions are inserted vectors, not tokens of the window.
         positions: memory positions in front of the window's and behind them, if there are any.
         record_kv: whether to record the window's keys and values.
@@ -73,7 +76,11 @@ class AttentionContext:
 
 def use_wrapped_attention(config: Any) -> None:
     """Switch a model's config to the wrapped version of its attention function."""
-    implementation = config._attn_implementation
+    implementation, own = config._attn_implementation, architecture_of(config).own_attention
+    if own == own_attention.FUNCTION:  # which some models call under this name only
+        config._attn_implementation = "sdpa"
+    if own:
+        return
     if getattr(config, "reorder_and_upcast_attn", False):  # GPT-2 computes it only under the name "eager"
         raise ValueError("Keys and values cannot be carried or recorded with reorder_and_upcast_attn=True: use False.")
     if f"{_PREFIX}{implementation}" in _WRAPPERS:
@@ -89,8 +96,9 @@ def use_wrapped_attention(config: Any) -> None:
 def recording_attention(config: Any) -> Iterator[None]:
     """Use the wrapped eager attention inside: the only one that returns attention weights."""
     implementation = config._attn_implementation
-    config._attn_implementation = "eager"
     try:
+        if not architecture_of(config).own_attention:
+            config._attn_implementation = "eager"
         use_wrapped_attention(config)
         yield
     finally:
@@ -100,6 +108,22 @@ def recording_attention(config: Any) -> Iterator[None]:
 def unwrapped_name(implementation: str) -> str:
     """The name of an attention function without our prefix."""
     return implementation.removeprefix(_PREFIX)
+
+
+def attend_by_itself(
+    call: str, context: AttentionContext, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Attention of a module that does not use the interface.
+
+    Args:
+        call: what it calls instead, see `own_attention.take_over`.
+    """
+    if call == own_attention.METHOD:
+        attend: Callable[..., Any] = own_attention.method_attention
+    else:
+        attend = own_attention.attention_with_weights if context.record_attention else sdpa_attention_forward
+    return _attend(attend, module, query, key, value, mask, context, **kwargs)
 
 
 def _sdpa(
@@ -165,7 +189,7 @@ def _groups(
     if context.link is None:
         yield slice(None), query, (key, value), context.past_kv
         return
-    first_queries, other_queries, _ = split_windows(query, context.num_first)
+    first_queries, other_queries = split_windows(query, context.num_first)
     first, others, past_kv = context.link(query, key, value, scaling)
     if context.num_first:
         yield slice(context.num_first), first_queries, first, None

@@ -6,7 +6,7 @@ attention, where the norm is; keys at other positions, how they are rotated. Wha
 small call shows: `models.verification` holds it against the model itself.
 """
 
-import dataclasses
+import contextlib
 import inspect
 from typing import Any
 
@@ -14,56 +14,46 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from . import own_attention
 from .architectures import Architecture
 from .hooks import HookContext
 from .modes import eval_mode
-from .observation import ModuleCall, Observation, call_backbone, observe, observed_attention
-from .rotations import LAYOUTS, rotate_keys
+from .observation import ModuleCall, Observation, call_backbone, observe
+from .position_discovery import TOKENS, NotUnderstood, is_close, with_positions
 
-_TOKENS = 6
-_TOLERANCE = 1e-3  # of the largest number: what differs, differs by far more
-_ROTATION_TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 0.03}  # rounded before and after a rotation
-
-
-class NotUnderstood(ValueError):
-    """What of a model stands in the way of recurrence, in a sentence."""
+_ROUNDING = {torch.float16: 5e-3, torch.bfloat16: 0.03}  # of experts that are sent other tokens
 
 
 def discover(model: PreTrainedModel) -> Architecture:
     """The architecture of a model; a `NotUnderstood` says what is not as it must be."""
     path, backbone = _backbone(model)
-    ids = probe_ids(model, _TOKENS)
+    ids = probe_ids(model, TOKENS)
     context = HookContext()
-    try:
-        observation = observe(backbone, ids, hook_context=context)
-    except TypeError as error:
-        raise NotUnderstood(f"its forward pass takes no further keyword arguments ({error})") from error
-    except Exception as error:  # whatever a model does that needs more than token ids
-        raise NotUnderstood(f"it does not read token ids alone ({type(error).__name__}: {error})") from error
+    own, observation = _observe(backbone, ids, context)
     layers_path, layers = _layer_list(backbone, observation)
-    calls = [_attention_call(layer, number, observation, context) for number, layer in enumerate(layers, start=1)]
-    attention = _same(layers, [call.module for call in calls], "attention")
+    entered, calls = _layer_calls(layers, observation)
+    _check_only_attention_passes_on(backbone, entered, calls)
+    core, reaches_layers = _core(backbone, observation), _reaches_layers(entered, context)
+    if core and not reaches_layers:
+        raise NotUnderstood("keyword arguments are not handed on to its layers")
     causal = _is_causal(backbone, ids)
+    order = tuple([*layers].index(call.module) for call in entered)
     architecture = Architecture(
         causal=causal,
         layers=layers_path,
-        norm=_norm(layers, calls, observation),
-        attention=attention,
-        hands_down=all(any(value is context for value in call.kwargs.values()) for call in calls),
-        core=_core(backbone, observation),
+        norm=_norm(entered, calls, observation),
+        attention=_same(entered, calls),
+        hands_down=_hands_down(calls, context),
+        core=core,
         backbone=path,
-        rotary=any(call.kwargs.get("position_embeddings") is not None for call in calls),
+        reaches_layers=reaches_layers,
+        order=() if order == tuple(range(len(layers))) else order,
+        own_attention=own,
         masks_by_type=_takes_masks_by_type(backbone, ids),
         plain_head=not causal or _is_plain_head(model, backbone, ids),
         takes_embeddings=_takes_embeddings(backbone, ids),
     )
-    architecture = dataclasses.replace(architecture, kv_shapes=_kv_shapes(architecture, backbone, observation))
-    if architecture.rotary:
-        architecture = _with_rotation(architecture, backbone, calls, observation)
-    else:
-        architecture = dataclasses.replace(architecture, offset_positions=_are_positions_offset(backbone, observation))
-        architecture = _with_state_size(architecture, backbone, _shapes(observation))
-    return architecture
+    return with_positions(architecture, backbone, calls, observation)
 
 
 def probe_ids(model: PreTrainedModel, count: int, rows: int = 1) -> Tensor:
@@ -81,6 +71,32 @@ def probe_ids(model: PreTrainedModel, count: int, rows: int = 1) -> Tensor:
     return torch.tensor(chosen, device=model.device).view(count, rows).T.contiguous()
 
 
+def _observe(backbone: PreTrainedModel, ids: Tensor, context: HookContext) -> tuple[str, Observation]:
+    """A call of the model, and what its attention modules call in place of the attention interface (see
+    `own_attention`)."""
+    try:
+        observation = observe(backbone, ids, hook_context=context)
+    except TypeError as error:
+        raise NotUnderstood(f"its forward pass takes no further keyword arguments ({error})") from error
+    except Exception as error:  # whatever a model does that needs more than token ids
+        raise NotUnderstood(f"it does not read token ids alone ({type(error).__name__}: {error})") from error
+    if observation.attention:
+        return "", observation
+    for own in own_attention.CALLS:
+        with contextlib.suppress(Exception):  # whatever a model does with another attention function
+            observation = observe(backbone, ids, own, hook_context=context)
+        if observation.attention:
+            _check_own_attention(own, observation)
+            return own, observation
+    raise NotUnderstood("its attention is not computed by transformers' AttentionInterface, nor by one call of its own")
+
+
+def _check_own_attention(own: str, observation: Observation) -> None:
+    for call in observation.attention:
+        if not own_attention.sees_all(call.module, own, call.query, call.key, call.value):
+            raise NotUnderstood("its attention function hides keys by itself, whatever mask it is given")
+
+
 # --- modules ---------------------------------------------------------------------------------------------------------
 
 
@@ -95,10 +111,8 @@ def _backbone(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
 
 
 def _layer_list(backbone: PreTrainedModel, observation: Observation) -> tuple[str, nn.ModuleList]:
-    """The list of layers: each of its items computes attention once, and nothing else does."""
+    """The list of layers: each of their calls computes attention once, and nothing else does."""
     modules = {call.module for call in observation.attention}
-    if not modules:
-        raise NotUnderstood("its attention is not computed by transformers' AttentionInterface")
     expected = backbone.config.num_hidden_layers
     partial = ""
     for name, module in backbone.named_modules():
@@ -107,53 +121,112 @@ def _layer_list(backbone: PreTrainedModel, observation: Observation) -> tuple[st
         counts = [sum(part in modules for part in layer.modules()) for layer in module]
         if not any(counts):
             continue
-        if len(module) == expected and sum(counts) == len(modules) and {*counts} == {1}:
-            if len(observation.attention) > len(modules):
+        calls = [call for call in observation.modules if call.module in {*module}]
+        if len(calls) == expected and sum(counts) == len(modules) and 0 not in counts:
+            if len(observation.attention) > expected:
                 raise NotUnderstood("a layer computes attention more than once")
             return name, module
         missing = counts.count(0)
         if len(module) == expected and missing:
             partial = f"{missing} of its {expected} layers have no attention of that kind (a recurrent state, say)"
         partial = partial or f"{name} has {len(module)} layers, and its config says {expected}"
-    raise NotUnderstood(partial or "its layers are not a list of modules with weights of their own")
+    raise NotUnderstood(partial or "its layers are not in a list of modules")
 
 
-def _attention_call(layer: nn.Module, number: int, observation: Observation, context: HookContext) -> ModuleCall:
-    """The call of a layer's attention module, which must take hidden states and hand keyword arguments on."""
-    (attending,) = (call for call in observation.attention if call.module in {*layer.modules()})
-    (call,) = observation.of(attending.module)
-    (entered,) = observation.of(layer)
-    for name, hidden in (("takes in", entered.hidden), ("'s attention takes in", call.hidden),
-                         ("gives out", entered.hidden_output)):  # fmt: skip
-        if hidden is None or hidden.ndim != 3 or hidden.shape[1] != _TOKENS:
-            raise NotUnderstood(f"layer {number} {name} something else than hidden states".replace(" '", "'"))
-    if not any(value is context for value in entered.kwargs.values()):
-        raise NotUnderstood(f"keyword arguments are not handed on to layer {number}")
-    return call
+def _layer_calls(layers: nn.ModuleList, observation: Observation) -> tuple[list[ModuleCall], list[ModuleCall]]:
+    """The calls of all layers, in order, and those of their attention modules, which must take hidden states."""
+    attending = {call.module for call in observation.attention}
+    entered = [call for call in observation.modules if call.module in {*layers}]
+    calls = [call for call in observation.modules if call.module in attending]
+    for number, (layer, call) in enumerate(zip(entered, calls, strict=True), start=1):
+        for name, hidden in (("takes in", layer.hidden), ("'s attention takes in", call.hidden),
+                             ("gives out", layer.hidden_output)):  # fmt: skip
+            if hidden is None or hidden.ndim != 3 or hidden.shape[1] != TOKENS:
+                raise NotUnderstood(f"layer {number} {name} something else than hidden states".replace(" '", "'"))
+    return entered, calls
 
 
-def _same(layers: nn.ModuleList, modules: list[nn.Module], what: str) -> str:
-    """The path from a layer to its part, which must be the same in all layers."""
-    paths = {next(name for name, part in layer.named_modules() if part is module)
-             for layer, module in zip(layers, modules, strict=True)}  # fmt: skip
+@torch.no_grad()
+def _check_only_attention_passes_on(
+    backbone: PreTrainedModel, entered: list[ModuleCall], calls: list[ModuleCall]
+) -> None:
+    """In no layer anything but attention may pass on from token to token: without attention, the last token must not
+    depend on the others."""
+    for number, (layer, call) in enumerate(zip(entered, calls, strict=True), start=1):
+        assert layer.hidden is not None
+        other = layer.hidden.clone()
+        other[:, :-1] = layer.hidden[:, :-1].flip(1)
+        silenced = call.module.register_forward_hook(_without_attention)
+        try:
+            with eval_mode(backbone):
+                one, two = (_last_position(layer, hidden) for hidden in (layer.hidden, other))
+        finally:
+            silenced.remove()
+        if not is_close(two, one, _ROUNDING.get(one.dtype, 1e-5)):
+            raise NotUnderstood(
+                f"layer {number} passes something on from token to token beside attention (a recurrent state, say)"
+            )
+
+
+def _without_attention(attention: nn.Module, args: tuple, output: Any) -> Any:
+    first, *rest = output if isinstance(output, tuple) else (output,)
+    return (torch.zeros_like(first), *rest) if rest else torch.zeros_like(first)
+
+
+def _last_position(layer: ModuleCall, hidden: Tensor) -> Tensor:
+    """A layer's output at the last position, for other hidden states."""
+    args, kwargs = (hidden, *layer.args[1:]), layer.kwargs
+    if not layer.args:
+        args, kwargs = (), {**kwargs, "hidden_states": hidden}
+    output = layer.module(*args, **kwargs)
+    return (output if isinstance(output, Tensor) else output[0])[:, -1]
+
+
+def _gets(call: ModuleCall, context: HookContext) -> bool:
+    return any(value is context for value in call.kwargs.values())
+
+
+def _takes_keywords(call: ModuleCall) -> bool:
+    parameters = inspect.signature(type(call.module).forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _reaches_layers(entered: list[ModuleCall], context: HookContext) -> bool:
+    """Whether the model hands keyword arguments on to its layers, which must take them."""
+    reached = [_gets(call, context) for call in entered]
+    if not all(reached) and (any(reached) or not all(map(_takes_keywords, entered))):
+        raise NotUnderstood(f"keyword arguments are not handed on to layer {reached.index(False) + 1}")
+    return all(reached)
+
+
+def _hands_down(calls: list[ModuleCall], context: HookContext) -> bool:
+    """Whether layers hand keyword arguments on to their attention, which must take them."""
+    if not all(map(_takes_keywords, calls)):
+        raise NotUnderstood("its attention takes no further keyword arguments")
+    return all(_gets(call, context) for call in calls)
+
+
+def _same(entered: list[ModuleCall], calls: list[ModuleCall]) -> str:
+    """The path from a layer to its attention, which must be the same in all layers."""
+    paths = {next(name for name, part in layer.module.named_modules() if part is call.module)
+             for layer, call in zip(entered, calls, strict=True)}  # fmt: skip
     if len(paths) > 1:
-        raise NotUnderstood(f"{what} is in different places of its layers: {', '.join(sorted(paths))}")
+        raise NotUnderstood(f"attention is in different places of its layers: {', '.join(sorted(paths))}")
     return paths.pop()
 
 
-def _norm(layers: nn.ModuleList, calls: list[ModuleCall], observation: Observation) -> str | None:
+def _norm(layers: list[ModuleCall], calls: list[ModuleCall], observation: Observation) -> str | None:
     """The path from a layer to the norm in front of attention: what gives out the hidden states that attention takes
     in. None if these are the layer's own input."""
     paths: set[str | None] = set()
-    for layer, call in zip(layers, calls, strict=True):
-        (entered,) = observation.of(layer)
+    for entered, call in zip(layers, calls, strict=True):
         assert call.hidden is not None
         assert entered.hidden is not None
         if call.hidden is entered.hidden:
             paths.add(None)
             continue
-        names = {module: name for name, module in layer.named_modules()}
-        inside = [one for one in observation.modules if one.module in names and one.module is not layer]
+        names = {module: name for name, module in entered.module.named_modules()}
+        inside = [one for one in observation.modules if one.module in names and one.module is not entered.module]
         made = [one for one in inside if one.output is call.hidden] or [
             one for one in inside if isinstance(one.output, Tensor) and one.output.shape == call.hidden.shape
             and one is not call and torch.equal(one.output, call.hidden)
@@ -163,7 +236,7 @@ def _norm(layers: nn.ModuleList, calls: list[ModuleCall], observation: Observati
         paths.add(names[made[-1].module] if made else None)
     if None in paths and len(paths) == 2:  # a norm that does nothing gives out what it took in
         (path,) = paths - {None}
-        paths = {path} if any(_is_identity(layer, path) for layer in layers) else paths
+        paths = {path} if any(_is_identity(call.module, path) for call in layers) else paths
     if len(paths) > 1:
         raise NotUnderstood(f"norms are in different places of its layers: {', '.join(sorted(map(str, paths)))}")
     return paths.pop()
@@ -188,7 +261,7 @@ def _is_causal(backbone: PreTrainedModel, ids: Tensor) -> bool:
     other = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
     with eval_mode(backbone):
         one, two = call_backbone(backbone, torch.cat([ids, other])).last_hidden_state[:, :-1]
-    return _is_close(two, one)
+    return is_close(two, one)
 
 
 @torch.no_grad()
@@ -220,7 +293,7 @@ def _takes_embeddings(backbone: PreTrainedModel, ids: Tensor) -> bool:
             )
         except Exception:  # whatever a model does with an argument that it does not expect
             return False
-    return _is_close(given, expected)
+    return is_close(given, expected)
 
 
 @torch.no_grad()
@@ -230,115 +303,4 @@ def _is_plain_head(model: PreTrainedModel, backbone: PreTrainedModel, ids: Tenso
     if head is None:
         return True
     with eval_mode(model):
-        return _is_close(head(call_backbone(backbone, ids).last_hidden_state), call_backbone(model, ids).logits)
-
-
-# --- positions -------------------------------------------------------------------------------------------------------
-
-
-def _with_rotation(
-    architecture: Architecture, backbone: PreTrainedModel, calls: list[ModuleCall], observation: Observation
-) -> Architecture:
-    """How keys are rotated: the layout that predicts them one position further back, in every layer that rotates."""
-    rotary = getattr(backbone, "rotary_emb", None)
-    if rotary is None:
-        raise NotUnderstood("its rotations are not made by a module rotary_emb")
-    by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters
-    keys, shapes = [_key(observation, call) for call in calls], _shapes(observation)
-    moved = [_keys_one_position_back(backbone, call) for call in calls]
-    unrotated = tuple(number for number, (key, back) in enumerate(zip(keys, moved, strict=True), start=1)
-                      if _is_close(back[:, :, 1:], key[:, :, 1:]))  # fmt: skip
-    architecture = dataclasses.replace(architecture, rotary_by_type=by_type, unrotated=unrotated)
-    for name in LAYOUTS:
-        found = dataclasses.replace(architecture, rotation_layout=name)
-        sizes = found.rotated_sizes(backbone)
-        if any(size > key.shape[-1] or size % 2 for size, key in zip(sizes, keys, strict=True)):
-            continue
-        found = _with_state_size(found, backbone, shapes)
-        if _predicts(found, backbone, keys, moved):
-            return found
-    raise NotUnderstood("its keys are rotated in a way that is not known, or changed after their rotation")
-
-
-@torch.no_grad()
-def _predicts(architecture: Architecture, backbone: PreTrainedModel, keys: list[Tensor], moved: list[Tensor]) -> bool:
-    layouts = architecture.kv_layouts(backbone)
-    cos, sin = architecture.rotation(backbone, 1, _TOKENS, keys[0], len(keys))
-    for layer, (key, back) in enumerate(zip(keys, moved, strict=True)):
-        key, back = (layouts[layer].keys(x) if layouts else x for x in (key, back))
-        rotated = rotate_keys(key.float(), cos[:, layer, None, None], sin[:, layer, None, None])
-        if not _is_close(rotated[:, :, 1:], back[:, :, 1:], _ROTATION_TOLERANCE.get(backbone.dtype, _TOLERANCE)):
-            return False
-    return True
-
-
-@torch.no_grad()
-def _keys_one_position_back(backbone: PreTrainedModel, call: ModuleCall) -> Tensor:
-    """The keys [1, heads, n, d] of an attention module if every position is rotated as the one before it."""
-    rotations = call.kwargs.get("position_embeddings")
-    if rotations is None:
-        return _key_of_rerun(backbone, call, call.kwargs)
-    if not isinstance(rotations, tuple) or len(rotations) != 2:
-        raise NotUnderstood("its rotations are not a cosine and a sine")
-    rolled = tuple(x.roll(1, dims=1) for x in rotations)
-    return _key_of_rerun(backbone, call, {**call.kwargs, "position_embeddings": rolled})
-
-
-def _key_of_rerun(backbone: PreTrainedModel, call: ModuleCall, kwargs: dict[str, Any]) -> Tensor:
-    observation = Observation()
-    with eval_mode(backbone), observed_attention(backbone, observation):
-        call.module(*call.args, **kwargs)
-    return observation.attention[0].key
-
-
-def _key(observation: Observation, call: ModuleCall) -> Tensor:
-    return next(one.key for one in observation.attention if one.module is call.module)
-
-
-def _are_positions_offset(backbone: PreTrainedModel, observation: Observation) -> bool:
-    """Whether learned positions are counted from behind the padding id. They must be positions that can be given."""
-    if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
-        raise NotUnderstood("its positions are neither rotations nor given as position_ids")
-    pad = getattr(backbone.config, "pad_token_id", None)
-    for call in observation.modules:
-        given = call.args[0] if isinstance(call.module, nn.Embedding) and call.args else None
-        if isinstance(given, Tensor) and not given.is_floating_point() and given.numel() == _TOKENS:
-            first = given.flatten()[0].item()
-            if pad is not None and first == pad + 1 and bool((given.flatten().diff() == 1).all()):
-                return True
-    return False
-
-
-def _kv_shapes(
-    architecture: Architecture, backbone: PreTrainedModel, observation: Observation
-) -> tuple[tuple[int, int, int], ...]:
-    """For each layer the number of key-value heads, the size of a key and that of a value; empty if the config says
-    them."""
-    if any(call.key.shape[1] != call.value.shape[1] for call in observation.attention):
-        raise NotUnderstood("it has other numbers of keys than of values")
-    shapes = _shapes(observation)
-    try:
-        heads, size = architecture.kv_heads(backbone.config)
-    except Exception:  # a config that has one for each layer refuses to name one for all
-        return shapes
-    return () if {*shapes} == {(heads, size, size)} else shapes
-
-
-def _shapes(observation: Observation) -> tuple[tuple[int, int, int], ...]:
-    return tuple((call.key.shape[1], call.key.shape[3], call.value.shape[3]) for call in observation.attention)
-
-
-def _with_state_size(
-    architecture: Architecture, backbone: PreTrainedModel, shapes: tuple[tuple[int, int, int], ...]
-) -> Architecture:
-    """With the size that keys need in a state, where what is rotated stands in front, as wide as in any layer."""
-    sizes = architecture.rotated_sizes(backbone)
-    if not architecture.kv_shapes and len({*sizes}) == 1:
-        return architecture
-    needed = [max(max(sizes) + key - own, value) for (_, key, value), own in zip(shapes, sizes, strict=True)]
-    return dataclasses.replace(architecture, kv_shapes=shapes, state_size=max(needed))
-
-
-def _is_close(x: Tensor, expected: Tensor, tolerance: float = _TOLERANCE) -> bool:
-    x, expected = x.float(), expected.float()
-    return x.shape == expected.shape and bool((x - expected).abs().max() <= tolerance * expected.abs().max())
+        return is_close(head(call_backbone(backbone, ids).last_hidden_state), call_backbone(model, ids).logits)

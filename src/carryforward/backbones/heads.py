@@ -55,4 +55,7 @@ class _Headed:
     def _run_backbone(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
         pooler = getattr(self._backbone, "pooler", None)
         pooled = None if pooler is None else pooler(self._hidden)
+        activation = getattr(self._backbone, "pooler_activation", None)
+        if pooled is not None and activation is not None:  # ALBERT's pooler is only the linear layer
+            pooled = activation(pooled[:, 0])
         return BaseModelOutputWithPooling(last_hidden_state=self._hidden, pooler_output=pooled)  # type: ignore[arg-type]

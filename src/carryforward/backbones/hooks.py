@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import masking_utils
 
-from . import memory_positions
+from . import layer_calls, memory_positions, own_attention
 from .architectures import Architecture
-from .attention import KV, AttentionContext, KVLink
+from .attention import KV, AttentionContext, KVLink, attend_by_itself
 from .kv_layout import KVLayout
 from .memory_positions import MemoryPositions
 
 _LEFT = "_arguments_of_recurrence"  # where they wait for an attention module
+_GIVE_BACK = "_give_back_attention"  # where a function waits for the end of an attention module's call
 
 
 class HookContext:
@@ -45,7 +46,7 @@ class HookContext:
         past_kv: keys and values of earlier windows, by layer.
         past_visible: which of their positions each window that has a past sees, [b, S]; None: all.
         links: for a block of windows, by layer: what connects them; see `attention.KVLink`.
-        num_first: in a block, the first so many windows receive nothing.
+        num_first: in a block, the first so many windows see no other.
         before, after: memory positions in front of and behind the window's tokens, each [B, m, e].
         num_unseen: the last so many of those behind are not seen from other positions; the others carry the state.
         layer_inputs: by layer, a function that its input [B, n, k] passes through first.
@@ -139,8 +140,10 @@ def maskless_attention() -> Iterator[None]:
         yield
 
 
-def install(backbone: nn.Module, architecture: Architecture) -> None:
-    """Register the hooks on a model without its head, once. Calls without `hook_context` behave as before."""
+def install(model: nn.Module, architecture: Architecture) -> None:
+    """Register the hooks on a model, with or without its head, once. Calls without `hook_context` behave as before."""
+    layer_calls.install(model, architecture)
+    backbone = architecture.backbone_of(model)
     if getattr(backbone, "_has_recurrence_hooks", False):  # an earlier `add_recurrence` to the same model
         return
     backbone._has_recurrence_hooks = True  # type: ignore[assignment]
@@ -160,14 +163,24 @@ def install(backbone: nn.Module, architecture: Architecture) -> None:
             attention.register_forward_pre_hook(_take_what_was_left, with_kwargs=True)
         names = tuple(inspect.signature(type(attention).forward).parameters)[1:]
         attention.register_forward_pre_hook(partial(_prepend_slots, names), with_kwargs=True)
+        if architecture.own_attention:
+            attention.register_forward_pre_hook(partial(_take_over, architecture.own_attention), with_kwargs=True)
+            attention.register_forward_hook(_give_back)
+            # After an error, too. Not of the attention module: a compiler would then compile every layer by itself.
+            layer.register_forward_hook(partial(_give_back_in, architecture.attention), always_call=True)
         attention.register_forward_hook(_drop_slots, with_kwargs=True)
 
 
 def _enter_layer(number: int, norm: str | None, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Pass a layer's share of the context on to its attention; slots go through the layer's norm."""
+    """Pass a layer's share of the context on to its attention; slots go through the layer's norm.
+
+    Args:
+        number: which layer it is, unless its call says so (`layer_calls`).
+    """
     context: HookContext | None = kwargs.get("hook_context")
     if context is None:
         return None
+    number = kwargs.get("layer_number", number)
     extra: dict[str, Any] = {}
     if number in context.layer_inputs:
         change = context.layer_inputs[number]
@@ -204,6 +217,24 @@ def _take_what_was_left(attention: nn.Module, args: tuple, kwargs: dict[str, Any
     return args, {**kwargs, **attention.__dict__.pop(_LEFT, {})}
 
 
+def _take_over(call: str, attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Let what an attention module calls by itself see what is carried."""
+    context = kwargs.get("attention_context")
+    if context is not None:
+        attend = partial(attend_by_itself, call, context)
+        attention.__dict__[_GIVE_BACK] = own_attention.take_over(attention, call, attend)
+
+
+def _give_back(attention: nn.Module, args: tuple, output: Any) -> None:
+    give_back = attention.__dict__.pop(_GIVE_BACK, None)
+    if give_back is not None:
+        give_back()
+
+
+def _give_back_in(path: str, layer: nn.Module, args: tuple, output: Any) -> None:
+    _give_back(layer.get_submodule(path), (), None)
+
+
 def _normed(layer: nn.Module, norm: str | None, slots: Tensor) -> Tensor:
     weight = next(layer.parameters())
     if weight.device.type != "meta":  # offloaded weights move to the input's device by themselves
@@ -218,6 +249,7 @@ def _record_layer(number: int, layer: nn.Module, args: tuple, kwargs: dict[str, 
     context: HookContext | None = kwargs.get("hook_context")
     if context is None or context.layer_outputs is None:
         return
+    number = kwargs.get("layer_number", number)
     hidden = output if isinstance(output, Tensor) else output[0]  # some layers give out more
     context.layer_outputs[number] = hidden
     positions = context.memory_positions

@@ -26,6 +26,7 @@ class KVLayout:
         heads, key_size, value_size, rotated: of the layer.
         state_heads, state_size, state_rotated: of a state.
         neighbours: neighbouring numbers of a key turn together.
+        repeats: the layer caches so many times fewer heads, and repeats them for its attention function.
     """
 
     heads: int
@@ -36,12 +37,17 @@ class KVLayout:
     state_size: int
     state_rotated: int
     neighbours: bool = False
+    repeats: int = 1
 
     @property
     def is_plain(self) -> bool:
         """Whether keys and values stand in a state as they are."""
         own = (self.heads, self.key_size, self.value_size, self.rotated)
-        return not self.neighbours and own == (self.state_heads, self.state_size, self.state_size, self.state_rotated)
+        return (
+            not self.neighbours
+            and self.repeats == 1
+            and own == (self.state_heads, self.state_size, self.state_size, self.state_rotated)
+        )
 
     def keys(self, x: Tensor) -> Tensor:
         """Keys [B, h, n, d], or queries [B, g h, n, d], as in a state: [B, H, n, D] or [B, g H, n, D]."""
@@ -71,6 +77,16 @@ class KVLayout:
     def layer_values(self, x: Tensor) -> Tensor:
         """The values of the layer, [B, h, n, d'], from those of a state."""
         return x[:, : self.heads, :, : self.value_size]
+
+    def cached(self, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values as the layer caches them, [B, h / repeats, n, d], from those of a state."""
+        heads = self.heads // self.repeats
+        return self.layer_keys(kv[0])[:, :heads], self.layer_values(kv[1])[:, :heads]
+
+    def from_cache(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as in a state, from those that the layer has cached."""
+        keys, values = (x.repeat(1, self.repeats, 1, 1) for x in (keys, values))
+        return self.keys(keys), self.values(values)
 
     def layer_output(self, x: Tensor, query_heads: int) -> Tensor:
         """The attention output of the layer, [B, n, g h, d'], from that over keys and values of a state."""

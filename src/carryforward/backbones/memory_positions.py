@@ -85,6 +85,8 @@ def strip(core: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> 
     if context is None or positions is None:
         return None
     output["last_hidden_state"], context.last_after = positions.split(output.last_hidden_state)
+    if output.get("hidden_states") is not None:
+        output["hidden_states"] = tuple(positions.split(hidden)[0] for hidden in output.hidden_states)
     return output
 
 

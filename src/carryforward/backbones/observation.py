@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from . import own_attention
 from .attention import eager_attention_of, unwrapped_name
 from .modes import eval_mode
 
@@ -45,7 +46,7 @@ class ModuleCall:
 
 @dataclass
 class AttentionCall:
-    """One call of transformers' attention interface."""
+    """One call of transformers' attention interface, or of what a module calls instead."""
 
     module: nn.Module
     query: Tensor
@@ -69,9 +70,11 @@ class Observation:
     """What happened in one call, in order.
 
     Attributes:
+        ids: the token ids that the model was called on.
         masks: input: for attention modules, masks to use instead of the model's own.
     """
 
+    ids: Tensor | None = None
     masks: dict[nn.Module, Tensor] = field(default_factory=dict)
     modules: list[ModuleCall] = field(default_factory=list)  # by the time at which they began
     attention: list[AttentionCall] = field(default_factory=list)
@@ -109,9 +112,13 @@ for _name, _attend, _mask in (
 
 
 @torch.no_grad()
-def observe(backbone: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Observation:
-    """Call a model without its head on token ids [B, n], and record the calls of all its modules."""
-    observation = Observation()
+def observe(backbone: PreTrainedModel, ids: Tensor, own: str = "", **kwargs: Any) -> Observation:
+    """Call a model without its head on token ids [B, n], and record the calls of all its modules.
+
+    Args:
+        own: what its attention modules call instead of the attention interface; see `own_attention`.
+    """
+    observation = Observation(ids)
     open_calls: list[ModuleCall] = []
 
     def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -124,7 +131,7 @@ def observe(backbone: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Observatio
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(backbone))
-        stack.enter_context(observed_attention(backbone, observation))
+        stack.enter_context(observed_attention(backbone, observation, own))
         for module in backbone.modules():
             for handle in (
                 module.register_forward_pre_hook(begin, with_kwargs=True),
@@ -136,24 +143,45 @@ def observe(backbone: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Observatio
 
 
 @contextlib.contextmanager
-def observed_attention(model: nn.Module, observation: Observation) -> Iterator[None]:
-    """Record the calls of the attention interface inside."""
-    configs: dict[int, Any] = {
+def observed_attention(model: nn.Module, observation: Observation, own: str = "") -> Iterator[None]:
+    """Record the calls of the attention interface inside, or of what attention modules call instead (`own`)."""
+    with contextlib.ExitStack() as stack:
+        for config in _configs(model):
+            stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            name = unwrapped_name(config._attn_implementation)
+            if own == own_attention.FUNCTION:
+                config._attn_implementation = "sdpa"
+            elif not own and name in ("sdpa", "eager"):
+                config._attn_implementation = f"{_PREFIX}{name}"
+        if own == own_attention.METHOD:
+            record = _recorded(own_attention.method_attention)
+            for module in own_attention.modules_with_method(model):
+                stack.callback(own_attention.take_over(module, own, record))
+        if own == own_attention.FUNCTION:
+            record, running = _recorded(sdpa_attention_forward), _running_modules(model, stack)
+            attend = lambda _, *args, **kwargs: record(running[-1], *args, **kwargs)  # noqa: E731
+            stack.callback(own_attention.take_over(model, own, attend))
+        _current.append(observation)
+        stack.callback(_current.pop)
+        yield
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    configs = {
         id(config): config
         for module in model.modules()
         if hasattr(config := getattr(module, "config", None), "_attn_implementation")
     }
-    used = {key: config._attn_implementation for key, config in configs.items()}
-    for key, config in configs.items():
-        if unwrapped_name(used[key]) in ("sdpa", "eager"):
-            config._attn_implementation = f"{_PREFIX}{unwrapped_name(used[key])}"
-    _current.append(observation)
-    try:
-        yield
-    finally:
-        _current.pop()
-        for key, config in configs.items():
-            config._attn_implementation = used[key]
+    return [*configs.values()]
+
+
+def _running_modules(model: nn.Module, stack: contextlib.ExitStack) -> list[nn.Module]:
+    """The modules that are running, the innermost last, until a stack is closed."""
+    running: list[nn.Module] = []
+    for module in model.modules():
+        stack.callback(module.register_forward_pre_hook(lambda module, _: running.append(module)).remove)
+        stack.callback(module.register_forward_hook(lambda *_: running.pop() and None, always_call=True).remove)
+    return running
 
 
 def call_backbone(backbone: PreTrainedModel, ids: Tensor | None, **kwargs: Any) -> Any:

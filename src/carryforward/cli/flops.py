@@ -12,7 +12,21 @@ from ..settings.base import flag
 from ..settings.recurrence import BUNDLED, OVERLAP, RecurrentSettings
 from .add import kv_settings
 from .errors import user_errors
-from .options import Archive, Far, GroupSize, Json, KeySize, Memory, MemoryTokens, Reach, Recent, Selection, Sinks
+from .options import (
+    Archive,
+    Far,
+    GroupSize,
+    GroupWindows,
+    Json,
+    KeySize,
+    Memory,
+    MemoryTokens,
+    Reach,
+    Recent,
+    Right,
+    Selection,
+    Sinks,
+)
 
 
 def flops(
@@ -28,7 +42,7 @@ def flops(
         str | None,
         typer.Option(
             help="Recurrence that is added to a plain model: paper or recommended.",
-            show_default="paper; recommended with --reach, --recent, --sinks or --far",
+            show_default="paper; recommended with --reach, --recent, --sinks, --far or --right",
         ),
     ] = None,
     memory: Memory = None,
@@ -39,6 +53,8 @@ def flops(
     selection: Selection = None,
     group: GroupSize = None,
     archive: Archive = None,
+    right: Right = None,
+    group_windows: GroupWindows = None,
     memory_tokens: MemoryTokens = None,
     key_size: KeySize = None,
     as_json: Json = False,
@@ -57,8 +73,8 @@ def flops(
 
         carried = {
             "reach": reach, "recent": recent, "sinks": sinks, "far": far, "selection": selection, "group": group,
-            "archive": archive, "memory": tuple(memory) if memory else None, "memory_tokens": memory_tokens,
-            "key_size": key_size,
+            "archive": archive, "right": right, "group_windows": group_windows,
+            "memory": tuple(memory) if memory else None, "memory_tokens": memory_tokens, "key_size": key_size,
         }  # fmt: skip
         given = [flag(name) for name, value in carried.items() if value is not None]
         preset = preset or (RecurrentSettings.preset if given else "paper")

@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..presets import DEFAULT_KEY_SIZE, DEFAULT_MEMORY_TOKENS, DEFAULT_SINKS, FAR_SELECTIONS
+from ..presets import DEFAULT_GROUP_WINDOWS, DEFAULT_KEY_SIZE, DEFAULT_MEMORY_TOKENS, DEFAULT_SINKS, FAR_SELECTIONS
 from ..settings.base import ADVANCED, MAX_INTEGER, RUN
 from ..settings.recurrence import (
     ARCHIVE,
@@ -29,11 +29,13 @@ from ..settings.recurrence import (
     DEFAULT_RECENT,
     FAR,
     GROUP,
+    GROUP_WINDOWS,
     KEY_SIZE,
     MEMORY,
     MEMORY_TOKENS,
     REACH,
     RECENT,
+    RIGHT,
     SELECTION,
     SINKS,
 )
@@ -111,6 +113,11 @@ Selection = Annotated[
 ]
 GroupSize = Annotated[int | None, typer.Option(help=GROUP, show_default=DEFAULT_GROUP, rich_help_panel=ADVANCED)]
 Archive = Annotated[int | None, typer.Option(help=ARCHIVE, show_default=DEFAULT_ARCHIVE, rich_help_panel=ADVANCED)]
+Right = Annotated[int | None, typer.Option(help=RIGHT, show_default="0")]
+GroupWindows = Annotated[
+    int | None,
+    typer.Option(help=GROUP_WINDOWS, show_default=str(DEFAULT_GROUP_WINDOWS), rich_help_panel=ADVANCED),
+]
 Memory = Annotated[list[str] | None, typer.Option(metavar="<str>...", help=MEMORY, show_default="the preset's")]
 MemoryTokens = Annotated[
     int | None,

@@ -9,14 +9,13 @@ import dataclasses
 import heapq
 import logging
 import re
-from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 from ..settings.recurrence import PYTHON_DOCS
-from . import hub, paper_corpora, python_docs, texts
+from . import hub, paper_corpora, python_docs, row_files, texts
 from .texts import SPLITS, Corpus, Splits, Text
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ _VALIDATION = ("validation", "valid", "val", "dev")  # accepted names of the val
 _HUB_NAME = re.compile(r"(?P<path>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/\\]+))?")
 _ACCEPTED = (
     "wiki.{train,valid,test}.raw, folders train/ validation/ test/ of .txt files, .txt files, or "
-    "{train,validation,test}.jsonl"
+    "{train,validation,test}.jsonl, .parquet or .json"
 )
 
 
@@ -41,13 +40,14 @@ def open_corpus(source: str, split: str, *, text_field: str = "text", checksums:
             * ``python-docs``: the documentation that comes with the running Python;
             * a folder with ``train/``, ``validation/``, ``test/`` of .txt files, one document each;
             * a folder with ``{train,validation,test}.jsonl``, or one .jsonl file: one JSON object per line;
+            * the same with ``.parquet``: one document per row; or with ``.json``: a list of objects;
             * a folder with ``{train,validation,test}.txt`` and no other .txt files: one document each;
             * a folder of .txt files, one document each;
             * one .txt file: one document;
             * a data set of the Hub: ``name``, ``owner/name`` or ``owner/name:config``.
         split: "train", "validation" or "test". Sources without splits of their own are divided by a hash of the
             documents' names: 5 % validation, 5 % test, at least one document each; "all" is all of them.
-        text_field: the field of JSON lines and Hub rows that holds the text.
+        text_field: the field of JSON objects, or the column of Parquet files and Hub rows, that holds the text.
         checksums: a folder with ``{split}_bytes_sha256.tsv``, to verify the books of PG-19.
     """
     splits = _find_splits(source, text_field, None if checksums is None else Path(checksums))
@@ -90,7 +90,7 @@ def _find_splits(source: str, field: str, checksums: Path | None) -> Splits:
     if path.exists():
         return _local_splits(source, path, field)
     match = _HUB_NAME.fullmatch(source)
-    if match is None or path.suffix.lower() in (".txt", ".jsonl", ".json", ".raw"):
+    if match is None or path.suffix.lower() in (".txt", ".raw", *row_files.FORMATS):
         raise ValueError(f"{source}: no such file or folder. Check the path; the current folder is {Path.cwd()}.")
     return _hub_splits(match["path"], match["config"], field)
 
@@ -116,19 +116,20 @@ def _local_splits(source: str, path: Path, field: str) -> Splits:
         splits = (
             paper_corpora.wikitext(path)
             or _split_folders(path)
-            or _jsonl_folder(path, field)
+            or _row_folder(path, field)
             or _split_files(path)
             or _flat_folder(path)
         )
         if not splits:
             raise ValueError(f"{source}: there is no text in this folder. Accepted: {_ACCEPTED}.")
         return splits
-    if path.suffix == ".jsonl" and path.is_file():
-        return _jsonl_file(path, field)
+    if path.suffix.lower() in row_files.FORMATS and path.is_file():
+        return _row_file(path, field)
     if path.suffix.lower() == ".txt" and path.is_file():
         return {split: partial(_text_corpus, path.stem, split, path.parent, [path.name]) for split in ("train", ALL)}
     raise ValueError(
-        f"{source} is neither a folder nor a .txt or .jsonl file. Accepted: these, or a folder with {_ACCEPTED}."
+        f"{source} is neither a folder nor a .txt, .jsonl, .json or .parquet file. Accepted: these, or a folder with "
+        f"{_ACCEPTED}."
     )
 
 
@@ -187,29 +188,33 @@ def _flat_folder(folder: Path) -> Splits:
     }
 
 
-def _jsonl_folder(folder: Path, field: str) -> Splits:
-    def corpus(split: str, file: str) -> Corpus:
-        path = folder / file
-        digest = partial(texts.digest_files, folder, [file], field)
-        read = partial(texts.read_json_lines, path, field)
-        return Corpus(_folder_name(folder), split, read, digest, texts.file_size(path))
+def _row_folder(folder: Path, field: str) -> Splits:
+    """Return the splits of a folder with a file of rows per split."""
+    for suffix in row_files.FORMATS:
+        files = _match_splits({path.name for path in folder.glob(f"*{suffix}")}, suffix)
+        if files:
+            paths = {split: folder / file for split, file in files.items()}
+            return {split: partial(_row_corpus, _folder_name(folder), split, paths[split], field) for split in files}
+    return {}
 
-    present = {path.name for path in folder.glob("*.jsonl")}
-    return {split: partial(corpus, split, file) for split, file in _match_splits(present, ".jsonl").items()}
 
-
-def _jsonl_file(path: Path, field: str) -> Splits:
-    numbers = array("q", (number for number, line in enumerate(texts.read_lines(path), 1) if line.strip()))
+def _row_file(path: Path, field: str) -> Splits:
+    """Return the splits of a single file of rows."""
+    form = row_files.FORMATS[path.suffix.lower()]
+    numbers = form.numbers(path)
     if not numbers:
         raise ValueError(f"{path} is empty: there is no document in it.")
+    splits = _hash_splits(map(form.name, numbers), len(numbers), numbers)
+    return {split: partial(_row_corpus, path.stem, split, path, field, belongs) for split, belongs in splits.items()}
 
-    def corpus(split: str, belongs: Callable[[int], bool]) -> Corpus:
-        digest = partial(texts.digest_files, path.parent, [path.name], field, split)
-        read = partial(texts.read_json_lines, path, field, belongs)
-        return Corpus(path.stem, split, read, digest, texts.file_size(path))
 
-    splits = _hash_splits((f"line-{number}" for number in numbers), len(numbers), numbers)
-    return {split: partial(corpus, split, belongs) for split, belongs in splits.items()}
+def _row_corpus(name: str, split: str, path: Path, field: str, belongs: row_files.Belongs | None = None) -> Corpus:
+    """Return a corpus of the rows of a file, or of those that belong to a split."""
+    form = row_files.FORMATS[path.suffix.lower()]
+    settings = (field,) if belongs is None else (field, split)
+    digest = partial(texts.digest_files, path.parent, [path.name], *settings)
+    read = partial(form.read, path, field, belongs or (lambda number: True))
+    return Corpus(name, split, read, digest, form.size(path, field))
 
 
 def _hash_splits(

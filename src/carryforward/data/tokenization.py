@@ -9,6 +9,7 @@ Long texts are tokenised in pieces (long_texts.py): besides the text and its tok
 length. A slow tokenizer gives no offsets to join pieces by, and gets the whole text.
 """
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ _SAMPLE = (
     "The quick brown Fox, 12345 naïve Übermenschen; don't   x_y=z+1\n\tΩμέγα 漢字 🙂 antidisestablishmentarianism."
 )
 _BATCH = 1_000_000  # characters per call of a tokenizer: with several texts, it uses several cores
+_NO_LIMIT = int(1e30)  # `model_max_length` of transformers' tokenizers that know none
 _Item = TypeVar("_Item")
 
 
@@ -241,6 +243,14 @@ _FITTING: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
 def _added_tokens(tokenizer: Any) -> dict[int, Any]:
     return getattr(tokenizer, "added_tokens_decoder", {})
+
+
+def without_length_limit(tokenizer: Any) -> Any:
+    """A copy of a tokenizer that has no maximum length, since a recurrent model has none: at `model_max_length`
+    transformers' token classification cuts texts off without a word."""
+    unlimited = copy.deepcopy(tokenizer)
+    unlimited.model_max_length = _NO_LIMIT
+    return unlimited
 
 
 def fingerprint(tokenizer: Any) -> str:

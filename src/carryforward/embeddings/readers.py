@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..models.base import RecurrentPreTrainedModel
-from ..models.headless import RecurrentModel
+from ..models.headless import RecurrentModel, without_head
 from ..models.loading import read_in_windows
 from ..utils.peft import get_recurrent_model
 
@@ -37,19 +37,19 @@ class WithSpecialTokens(RecurrentModel):
     def _output_size(self) -> int:
         return super()._output_size + (self.share == "mean")
 
-    def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
-        hidden = self.base(**inputs).last_hidden_state
+    def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> tuple[Tensor, Any]:
+        hidden, outputs = super()._token_outputs(inputs, 0, width)
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         if self.share == "cls":
-            return hidden[:, :1].expand(-1, width - start, -1)
+            return hidden[:, :1].expand(-1, width - start, -1), outputs
         special, tokens = self._special(inputs["attention_mask"], width, hidden.device)
         if self.share == "max":
             most = hidden.masked_fill(~special[..., None], -torch.inf).amax(dim=1, keepdim=True)
-            return torch.maximum(hidden, most)[:, start:]
+            return torch.maximum(hidden, most)[:, start:], outputs
         count = special.sum(dim=1, keepdim=True)
         total = (hidden * special[..., None]).sum(dim=1, keepdim=True)
         weights = (1 + count / tokens).to(hidden.dtype)[..., None].expand(len(hidden), width, 1)
-        return torch.cat([hidden + total / tokens[..., None], weights], dim=-1)[:, start:]
+        return torch.cat([hidden + total / tokens[..., None], weights], dim=-1)[:, start:], outputs
 
     def _special(self, mask: Tensor | None, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Which positions hold special tokens, [1 or b, width], and the number of other tokens, [1 or b, 1]."""
@@ -82,35 +82,17 @@ def reader_of(model: PreTrainedModel, tokenizer: Any, share: Share | None = None
     return reader if share is None else _with_special_tokens(reader, share), not plain
 
 
-def without_head(model: PreTrainedModel) -> RecurrentModel:
-    """The same recurrent model without its head; the weights are shared."""
-    model = get_recurrent_model(model)
-    if isinstance(model, RecurrentModel):
-        return model
-    if not isinstance(model, RecurrentPreTrainedModel):
-        raise ValueError(f"model is a {type(model).__name__}: make it recurrent with add_recurrence first.")
-    return _sharing(RecurrentModel, model, model.backbone)
-
-
 def _with_special_tokens(reader: RecurrentModel, share: Share) -> WithSpecialTokens:
     """A reader's counterpart with special tokens; the weights are shared."""
-    result = _sharing(WithSpecialTokens, reader, reader.base, share)
-    result.share = share
+    readers = _READERS.setdefault(reader, {})
+    result = readers.get(share)
+    if result is None or result.base is not reader.base or result.fast_path != reader.fast_path:
+        with torch.device("meta"):  # its own recurrence is replaced below: do not draw random numbers for it
+            result = readers[share] = WithSpecialTokens(reader.config, base=reader.base)
+        result.fast_path, result.share = reader.fast_path, share
+    result.memory = reader.memory
     return result
 
 
-def _sharing(cls: type, model: RecurrentPreTrainedModel, base: PreTrainedModel, share: str = "") -> Any:
-    """A model of a class without a head, with another model's base model and memory."""
-    readers = _READERS.setdefault(model, {})
-    reader = readers.get(share)
-    if reader is None or reader.base is not base or reader.fast_path != model.fast_path:
-        with torch.device("meta"):  # its own recurrence is replaced below: do not draw random numbers for it
-            reader = cls(model.config, base=base)
-        reader.fast_path = model.fast_path
-        readers[share] = reader
-    reader.memory = model.memory
-    return reader
-
-
-# The readers of a model. Cached because a RecurrentModel holds captured CUDA graphs, which later calls reuse.
-_READERS: WeakKeyDictionary[PreTrainedModel, dict[str, RecurrentModel]] = WeakKeyDictionary()
+# By reader and share. Cached because a RecurrentModel holds captured CUDA graphs, which later calls reuse.
+_READERS: WeakKeyDictionary[RecurrentModel, dict[str, WithSpecialTokens]] = WeakKeyDictionary()

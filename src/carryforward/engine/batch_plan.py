@@ -8,7 +8,7 @@ question.
 
 Blocks hold as many windows as there are places, row by row: all windows of a row, then those of the next. A row is cut
 only if it has more windows than a block has places. Most blocks then need no state from another, and none of them has
-to run twice.
+to run twice. Where windows see their right neighbours, a block holds whole groups.
 
 Coordinates: a *token* index counts from the document's start, a *position* from the window's start (prefix included),
 a *column* from the start of the packed row (the unfinished window's first token).
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..config import RecurrentModelConfig
 from ..state import State
-from ..windows import IGNORE, Window, encoder_schedule, schedule
+from ..windows import IGNORE, Window, encoder_schedule, grouped_schedule, schedule
 from .window_batches import WindowBatch
 
 
@@ -38,6 +38,7 @@ class BatchPlan:
         origins: for each row, the token index at which what is carried begins.
         read, lengths: for each row, how many tokens were read before the call, and how many after it.
         capacities: for each row, the document tokens of a full window.
+        group: the groups in which windows see their right neighbours, if they do.
         schedules: for each row, its windows.
         batches: the window batches, in order.
         width: columns of the input.
@@ -58,6 +59,7 @@ class BatchPlan:
         use_state: bool,
         block_windows: int,
         prefixes: Sequence[Sequence[int]] | None,
+        framing: Tensor | None = None,
     ):
         """
         Args:
@@ -66,19 +68,22 @@ class BatchPlan:
             final: the documents end here (encoders).
             closing: they end here, and their last windows pass on a state even if they are not full.
             use_state: pass states on. Otherwise every window stands alone.
-            block_windows: a block has so many places for every row of the call; 1: every window waits for the one
-                before it, and one of each row runs at a time.
+            block_windows: a block has so many places for every row of the call, or those of a group; 1: every window
+                waits for the one before it, and one of each row runs at a time.
             prefixes: the tokens in front of every window of each row, with token types that tell them from the
                 document where the model has some; by default the config's.
+            framing: the columns of special tokens that the input has around whole documents, [B, N]. They are masked,
+                since every window gets its own, and have the outputs of those of the first and of the last window.
         """
         self.config = config
+        recurrence = config.recurrence
+        self.group = recurrence.window_group if use_state else None
         self.causal = config.architecture.causal
         self.overlap = overlap
         self.outputs = outputs
         self.final = final
-        self.closing = closing
+        self.closing = closing and self.group is None
         self.use_state = use_state
-        recurrence = config.recurrence
         self.has_row_prefixes = prefixes is not None
         self.prefixes = [recurrence.prefix] * len(input_ids) if prefixes is None else [tuple(one) for one in prefixes]
         self.suffix = recurrence.suffix
@@ -86,12 +91,13 @@ class BatchPlan:
         self.filler = getattr(config.base_config, "pad_token_id", None) or 0  # where an encoder's window has no token
         self.capacities = [recurrence.window - len(prefix) - len(self.suffix) for prefix in self.prefixes]
         self.initial_state = state
+        self.framing = None if framing is None else framing.cpu()
         self._prefix_table: Tensor | None = None
         self.read: list[int] = state.read.tolist()
         self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
         self._pack(input_ids, attention_mask, labels)
         self.schedules = [self._schedule(row) for row in range(len(self.read))]
-        self.block_windows = block_windows
+        self.block_windows = max(block_windows, self.group.size if self.group else 1)
         self._started: list[bool] = state.started.tolist()
         begun = [0] * len(self.read) if state.origin is None else state.origin.tolist()
         # A row without a memory begins one now.
@@ -140,6 +146,8 @@ class BatchPlan:
             length += self.outputs  # as if one more token followed: then the last one has an output too
             return list(schedule(length, window, self.overlap, start=start, score_from=max(self.read[row], 1)))
         sizes = {"prefix": len(self.prefixes[row]), "suffix": len(self.suffix)}
+        if self.group:
+            return list(grouped_schedule(length, window, self.group.size, **sizes, start=start, final=self.final))
         return list(encoder_schedule(length, window, self.overlap, **sizes, start=start, final=self.final))
 
     def _make_batches(self) -> list[WindowBatch]:
@@ -152,24 +160,33 @@ class BatchPlan:
             yield [(row, windows[step]) for row, windows in enumerate(self.schedules) if step < len(windows)]
 
     def _blocks(self, places: int) -> list[list[tuple[int, Window]]]:
-        """Windows of any rows side by side, filled row by row."""
+        """Windows of any rows side by side, filled row by row. A group is never cut."""
         blocks: list[list[tuple[int, Window]]] = [[]]
         for row, windows in enumerate(self.schedules):
-            pairs = [(row, window) for window in windows]
-            if len(blocks[-1]) + len(pairs) > places and blocks[-1]:
+            if len(blocks[-1]) + len(windows) > places and blocks[-1]:
                 blocks.append([])
-            for begin in range(0, len(pairs), places):
-                if len(blocks[-1]) == places:
+            for group in self._groups(row):
+                if len(blocks[-1]) + len(group) > places and blocks[-1]:
                     blocks.append([])
-                blocks[-1] += pairs[begin : begin + places]
+                blocks[-1] += group
         return [block for block in blocks if block]
 
+    def _groups(self, row: int) -> list[list[tuple[int, Window]]]:
+        """The windows of a row, group by group."""
+        groups: list[list[tuple[int, Window]]] = []
+        for window in self.schedules[row]:
+            if window.begins_group:
+                groups.append([])
+            groups[-1].append((row, window))
+        return groups
+
     def _batches_of(self, pairs: list[tuple[int, Window]]) -> Iterator[WindowBatch]:
-        """A block, if windows of a row are side by side, or a memory needs their history; else those that receive a
-        state, apart from the others."""
-        first = [pair for pair in pairs if not self._receives(*pair)]
+        """A block, if windows of a row are side by side, or a memory can be read in no other way; else those that
+        receive a state, apart from the others."""
+        first = sorted((pair for pair in pairs if not self._receives(*pair)), key=lambda pair: self._sees_right(*pair))
         others = [pair for pair in pairs if self._receives(*pair)]
-        if len({row for row, _ in pairs}) < len(pairs) or (self.use_state and self.config.recurrence.needs_history):
+        needed = self.group is not None or (self.use_state and self.config.recurrence.needs_history)
+        if needed or len({row for row, _ in pairs}) < len(pairs):
             yield self._make_batch(first + others, len(first), is_block=True)
             return
         for group in self._of_equal_length(others):
@@ -191,18 +208,31 @@ class BatchPlan:
         """Whether a window receives a state."""
         return self.use_state and (window is not self.schedules[row][0] or self._started[row])
 
+    def _sees_right(self, row: int, window: Window) -> bool:
+        """Whether the first window of a row's schedule sees the one after it."""
+        return any(window.sees_next(following) for following in self.schedules[row][1:2])
+
     def _make_batch(self, pairs: list[tuple[int, Window]], num_first: int, is_block: bool) -> WindowBatch:
         plan = weakref.proxy(self)  # a cycle would keep states alive until the garbage collector runs
-        depth = self.config.recurrence.bptt_windows
-        number = [window.start // (self.capacities[row] - self.overlap) for row, window in pairs]
         width = max(len(self.prefixes[row]) + window.end - window.start for row, window in pairs)
         rows, windows = map(list, zip(*pairs, strict=True))
         return WindowBatch(
-            plan, rows, windows, num_first, is_block,
+            plan, rows, windows, num_first,
+            num_alone=sum(not self._sees_right(*pair) for pair in pairs[:num_first]) if is_block else num_first,
+            is_block=is_block,
             finished=[self.is_finished(row, window) for row, window in pairs],
-            detach=[depth is not None and n % depth == 0 for n in number],
+            detach=[self._detaches(row, window) for row, window in pairs],
             width=width + len(self.suffix),
         )  # fmt: skip
+
+    def _detaches(self, row: int, window: Window) -> bool:
+        """Whether truncated BPTT detaches the state that a window receives. Inside a group nothing is detached: there
+        gradients flow in both directions."""
+        depth = self.config.recurrence.bptt_windows
+        if depth is None or not window.begins_group:
+            return False
+        number = window.start // (self.capacities[row] - self.overlap)
+        return number // depth != (number - (self.group.advance if self.group else 1)) // depth
 
     @property
     def next_start(self) -> int:
@@ -218,6 +248,8 @@ class BatchPlan:
 
     def is_finished(self, row: int, window: Window) -> bool:
         """Whether a window passes on its state: it is full and nothing of it is still to be scored."""
+        if window.is_read_again:
+            return False
         if self.closes(row, window):
             return True
         full = window.end - window.start == self.capacities[row]
@@ -285,22 +317,31 @@ class BatchPlan:
             ranges.append((windows[0].score_from, windows[-1].score_to) if windows else (reached, reached))
         return ranges
 
+    def gives_framing(self, row: int) -> bool:
+        """Whether the outputs of a row's special tokens are returned."""
+        return self.framing is not None and not self.has_row_prefixes and bool(self.framing[row].any())
+
     def output_columns(self, columns: Tensor | None) -> Tensor:
-        """The output column of each packed column, [B, M]; -1 for none.
+        """The output column of each packed column, behind those of the prefix and in front of those of the suffix,
+        [B, p + M + s]; -1 for none.
 
         Args:
             columns: for each input column its output column or -1. None packs a row's outputs from column 0 on, as a
                 streaming encoder must, whose outputs may belong to tokens of earlier calls.
         """
         batch, width = self.tokens.shape
-        targets = torch.full((batch, width), -1)
+        prefix, suffix = len(self.config.recurrence.prefix), len(self.suffix)
+        targets = torch.full((batch, prefix + width + suffix), -1)
         for row, (begin, end) in enumerate(self.emitted()):
-            inside = slice(begin - self.first[row], end - self.first[row])
+            inside = slice(prefix + begin - self.first[row], prefix + end - self.first[row])
             if columns is None:
                 targets[row, inside] = torch.arange(end - begin)
-            else:
-                source = torch.arange(end - begin) if self.source is None else self.source[row, : end - begin]
-                targets[row, inside] = columns[source]
+                continue
+            source = torch.arange(end - begin) if self.source is None else self.source[row, : end - begin]
+            targets[row, inside] = columns[source]
+            if self.gives_framing(row):
+                special = columns[self.framing[row].nonzero()[:, 0]]  # type: ignore[index]
+                targets[row, :prefix], targets[row, inside.stop : inside.stop + suffix] = special.tensor_split([prefix])
         return targets
 
     def final_state(self, memory: dict[str, Tensor], summary: Tensor | None = None) -> State:

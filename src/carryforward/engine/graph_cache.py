@@ -130,7 +130,7 @@ class GraphCache:
         self._largest = max(self._largest, window.ids.numel())
         # The compiler's time pays for few shapes, and not for the many of a ragged batch. But blocks without gradients
         # can share buffers.
-        shares = links is not None and not with_gradients and not window.has_slots
+        shares = links is not None and not with_gradients and not window.has_fixed_sizes
         at_once = self.path == "compiled" and window.ids.numel() * (1 + shares) >= self._largest
         common = at_once or self._seen[shape] > max(MIN_COUNT_TO_COMPILE, self._replays // 20)
         graph = self._find(session, key, window)
@@ -142,11 +142,11 @@ class GraphCache:
         if graph is None:
             # Documents that end leave fewer and fewer rows, and one graph serves many sizes. But buffers for windows
             # that gradients flow through are few.
-            exact = with_gradients or window.has_slots
+            exact = with_gradients or window.has_fixed_sizes
             similar = shape if exact else (*key, window.mask is None, window.spans)
             self._misses[similar] += 1 if with_gradients else window.depth
-            # A graph of slots serves blocks of one shape alone, and most shapes of ragged documents come once.
-            once = window.has_slots and self._seen[shape] == window.depth
+            # Such a graph serves blocks of one shape alone, and most shapes of ragged documents come once.
+            once = window.has_fixed_sizes and self._seen[shape] == window.depth
             if not once and (at_once or self._misses[similar] > CAPTURE_AFTER):
                 fills = 2 * window.ids.numel() >= self._largest
                 rows = self._largest // window.ids.shape[1] if fills else sizes.rows
@@ -183,7 +183,7 @@ class GraphCache:
         for graph in free:
             if graph.matches(window):
                 return graph
-        if window.has_slots:
+        if window.has_fixed_sizes:
             return None
         for graph in free:
             buffers = graph.buffers

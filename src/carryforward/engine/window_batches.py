@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ..memories.links import BlockLayout, DocumentWindows, WindowLinks
 from ..memories.slot_links import SlotLinks
-from ..windows import IGNORE, Span, Window
+from ..windows import IGNORE, Span, Window, WindowGroup
 
 if TYPE_CHECKING:
     from .batch_plan import BatchPlan
@@ -32,6 +32,7 @@ class WindowBatch:
         rows, windows: the row and the window of each. Those of a row are in order, and without a gap.
         num_first: the first so many receive no state: documents' first windows, or all if there is no state.
         is_block: windows of a row stand side by side.
+        num_alone: the first so many of these see no other window, on their right either.
         finished: for each window, whether it is complete and passes on a state.
         detach: for each window, whether truncated BPTT detaches the state it receives.
         width: positions of the longest window, special tokens included.
@@ -44,6 +45,7 @@ class WindowBatch:
     rows: list[int]
     windows: list[Window]
     num_first: int
+    num_alone: int
     is_block: bool
     finished: list[bool]
     detach: list[bool]
@@ -186,21 +188,32 @@ class WindowBatch:
         """Find which outputs the call returns, and where they go.
 
         Args:
-            output_columns: for each row and packed column the output column, or -1, [B, M], on the CPU.
+            output_columns: for each row and packed column the output column, or -1, as `BatchPlan.output_columns` has
+                them, on the CPU.
             width: output columns.
 
         Returns:
             row in this batch and position of each output, and its index in the call's outputs [B * width].
         """
         plan, pairs = self.plan, zip(self.rows, self.windows, strict=True)
-        packed = [window.start - plan.first[row] - len(plan.prefixes[row]) for row, window in pairs]
-        spans = torch.tensor(self.score_spans())
+        before = len(plan.config.recurrence.prefix)
+        packed = [before + window.start - plan.first[row] - len(plan.prefixes[row]) for row, window in pairs]
+        spans = torch.tensor([self._output_span(i, span) for i, span in enumerate(self.score_spans())])
         position, row = torch.arange(self.width), torch.tensor(self.rows)[:, None]
         column = (position + torch.tensor(packed)[:, None]).clamp(0, output_columns.shape[1] - 1)
         column = output_columns[row, column]
         selected = (position >= spans[:, :1]) & (position < spans[:, 1:]) & (column >= 0)
         rows, positions = selected.nonzero(as_tuple=True)
         return rows, positions, (column + row * width)[selected]
+
+    def _output_span(self, i: int, span: tuple[int, int]) -> tuple[int, int]:
+        """The range of positions whose outputs a window returns: with its special tokens, where these are returned."""
+        plan, row, window = self.plan, self.rows[i], self.windows[i]
+        if not plan.gives_framing(row):
+            return span
+        begin, end = span
+        is_first, is_last = window is plan.schedules[row][0], window is plan.schedules[row][-1]
+        return 0 if is_first else begin, end + len(plan.suffix) if is_last else end
 
     def state_spans(self) -> dict[Span, list[int]]:
         """The positions that finished windows make their state of, each span with its windows in this batch.
@@ -229,43 +242,71 @@ class WindowBatch:
 
     def links(self) -> WindowLinks | None:
         """How the windows of a block follow each other; None if none receives or passes on a state."""
-        plan, first = self.plan, self.num_first
+        plan = self.plan
         if not self.is_block or not plan.use_state or not (self.has_state or self.leaving):
             return None
+        columns = self._left_links()
+        if plan.group is None:
+            columns["following"] = self._following(columns["previous"])
+        else:
+            columns |= self._right_links(plan.group)
+        numbers = plan.index([int(number) for column in columns.values() for number in column])  # one transfer
+        parts = numbers.split([len(column) for column in columns.values()])
+        tensors = {name: part.bool() if "detach" in name else part for name, part in zip(columns, parts, strict=True)}
+        return WindowLinks(
+            num_first=self.num_first,
+            num_alone=self.num_alone,
+            next_start=plan.next_start,
+            start=None if plan.has_row_prefixes else len(plan.prefixes[0]),
+            prefix_lengths=self.indices[2] if plan.has_row_prefixes else None,
+            slots=self._slot_links(),
+            **tensors,
+        )
+
+    def _left_links(self) -> dict[str, list[Any]]:
+        """For fields of `WindowLinks`: where windows find what is before them, and which states leave."""
         latest, beginning = ({row: -1 - i for i, row in enumerate(self.entering)} for _ in range(2))
         detached = dict.fromkeys(self.rows, False)  # by row, whether a window so far has detached what it received
         previous: list[int] = []
-        firsts: list[int] = []
-        detach_first: list[bool] = []
-        last: dict[int, tuple[int, bool]] = {}
-        for i, (row, detach) in enumerate(zip(self.rows, self.detach, strict=True)):
-            if i < first:
-                beginning[row] = i
+        firsts: list[tuple[int, bool]] = []  # of every window
+        for i, (row, window, detach) in enumerate(zip(self.rows, self.windows, self.detach, strict=True)):
+            if i < self.num_first:
+                beginning[row] = latest[row] = i
             else:
                 detached[row] |= detach
-                previous.append(latest[row])
-                firsts.append(beginning[row])
-                detach_first.append(detached[row])
-            latest[row] = i
-            last[i] = beginning[row], detached[row]
-        leaving = sorted(self.leaving.values())
+            previous.append(latest[row])
+            firsts.append((beginning[row], detached[row]))
+            if not window.is_read_again:
+                latest[row] = i
+        alone, leaving = self.num_alone, sorted(self.leaving.values())
+        sources, flags = map(list, zip(*firsts, strict=True))
+        links: dict[str, list[Any]] = {
+            "previous": previous[alone:], "first": sources[alone:], "last": leaving,
+            "last_first": [sources[i] for i in leaving],
+        }  # fmt: skip
+        if any(flags):
+            links |= {"detach": self.detach[alone:], "detach_first": flags[alone:]}
+            links["last_detach_first"] = [flags[i] for i in leaving]
+        return links
+
+    def _following(self, previous: list[int]) -> list[int]:
+        """The inverse of `WindowLinks.previous`."""
         following = [-1] * (len(self.rows) + len(self.entering))
         for i, source in enumerate(previous):
             following[source if source >= 0 else len(self.rows) - 1 - source] = i
-        columns: list[list[Any]] = [
-            previous, firsts, self.detach[first:], detach_first,
-            leaving, [last[i][0] for i in leaving], [last[i][1] for i in leaving], following,
-        ]  # fmt: skip
-        numbers = plan.index([int(number) for column in columns for number in column])  # one transfer
-        parts = numbers.split([len(column) for column in columns])
-        flags = [part.bool() if any(detach_first) else None for part in (parts[2], parts[3], parts[6])]
-        return WindowLinks(
-            num_first=first, next_start=plan.next_start, start=None if plan.has_row_prefixes else len(plan.prefixes[0]),
-            previous=parts[0], following=parts[7], first=parts[1], last=parts[4], last_first=parts[5],
-            detach=flags[0], detach_first=flags[1], last_detach_first=flags[2],
-            prefix_lengths=self.indices[2] if plan.has_row_prefixes else None,
-            slots=self._slot_links(),
-        )  # fmt: skip
+        return following
+
+    def _right_links(self, group: WindowGroup) -> dict[str, list[Any]]:
+        """For fields of `WindowLinks`: the windows' right neighbours. Some window has one, or there are no links."""
+        neighbours, num_right = [*range(len(self.rows))], [0] * len(self.rows)
+        following: dict[int, int] = {}  # by row, the window after
+        for i, (row, window) in reversed([*enumerate(zip(self.rows, self.windows, strict=True))]):
+            after = following.get(row)
+            if after is not None and window.sees_next(self.windows[after]):
+                neighbours[i] = after
+                num_right[i] = min(group.right, self.windows[after].end - self.windows[after].start)
+            following[row] = i
+        return {"next": neighbours[self.num_alone :], "num_right": num_right}
 
     def _slot_links(self) -> SlotLinks | None:
         """Made anew for every run: only what was selected is kept, so that windows that run again receive the same."""

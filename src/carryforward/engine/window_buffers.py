@@ -59,7 +59,8 @@ def sizes_of(window: WindowInputs) -> Sizes:
     rows, links = len(window.ids), window.links
     if links is None:
         return Sizes(0, rows, rows, rows)
-    return Sizes(links.num_first, rows - links.num_first, len(links.following) - rows, len(links.last))
+    entering = 0 if window.state is None else len(window.state)
+    return Sizes(links.num_first, rows - links.num_first, entering, len(links.last))
 
 
 def shared_room(sizes: Sizes, rows: int) -> Sizes:
@@ -137,21 +138,27 @@ def write_gradients(buffers: Sequence[Tensor], gradients: Sequence[Tensor | None
 
 
 def _allocate_links(links: WindowLinks, room: Sizes) -> WindowLinks:
+    if links.has_fixed_sizes:
+        return links.copy()
     lengths = {
         **dict.fromkeys(("previous", "first", "detach", "detach_first"), room.others),
         **dict.fromkeys(("last", "last_first", "last_detach_first"), room.leaving),
         "following": room.rows + room.entering, "prefix_lengths": room.rows,
     }  # fmt: skip
     tensors = {name: x.new_zeros(lengths[name], *x.shape[1:]) for name, x in links.tensors().items()}
-    return links.replace(num_first=room.first, **tensors)
+    return links.replace(num_first=room.first, num_alone=room.first, **tensors)
 
 
 def _write_links(buffers: WindowLinks, links: WindowLinks, sizes: Sizes, room: Sizes) -> None:
     """Copy indices; windows after the first ones are further back in the buffers."""
+    if links.has_fixed_sizes:  # their buffers are never larger
+        for buffer, numbers in ((buffers, links), (buffers.slots, links.slots)):
+            for name, values in numbers.tensors().items() if numbers is not None else ():
+                getattr(buffer, name).copy_(values)
+        return
     moved = room.first - sizes.first
-    if buffers.slots is not None and links.slots is not None:
-        for name, numbers in links.slots.tensors().items():  # their buffers are never larger
-            getattr(buffers.slots, name).copy_(numbers)
+    assert buffers.following is not None
+    assert links.following is not None
     buffers.following.fill_(-1)  # of windows that no other one follows
     for there, here in (*sizes.places(room), (slice(room.rows, None), slice(sizes.rows, None))):
         part = links.following[here]

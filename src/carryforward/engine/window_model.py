@@ -34,6 +34,7 @@ class WindowInputs:
         outputs: whether the outputs of positions from `start` on are needed.
         record_attention: whether outputs are followed by the attention paid to the state, for each layer that the state
             enters, [b, heads, n].
+        hidden_states: whether outputs are followed by the hidden states of all layers, [b, n, L + 1, k].
         spans: a state is made of each of these position ranges; in a block there is one at most.
         depth: windows of a row that stand side by side, as far as rows have that many.
         shape_key: windows with the same key need the same activation memory.
@@ -50,14 +51,15 @@ class WindowInputs:
     start: int = 0
     outputs: bool = False
     record_attention: bool = False
+    hidden_states: bool = False
     spans: tuple[Span, ...] = ()
     depth: int = 1
     shape_key: ShapeKey = ()
 
     @property
-    def has_slots(self) -> bool:
-        """Whether windows see slots of a longer past, which name places in a block of just these sizes."""
-        return self.links is not None and self.links.slots is not None
+    def has_fixed_sizes(self) -> bool:
+        """Whether its links name places in a block of exactly these sizes."""
+        return self.links is not None and self.links.has_fixed_sizes
 
     def copy(self) -> "WindowInputs":
         """The same with tensors of its own."""

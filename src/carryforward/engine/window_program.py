@@ -24,11 +24,13 @@ class OutputSpec:
         make: makes it, from a window batch and what the model's `run_window` returned for it.
         start: the first position of a window batch from which on outputs are needed.
         record_attention: whether attention to the state is recorded too.
+        hidden_states: whether the hidden states of all layers are given out too.
     """
 
     make: Callable[..., bptt.Outputs]
     start: Callable[[WindowBatch], int] = lambda batch: 0
     record_attention: bool = False
+    hidden_states: bool = False
 
 
 class WindowProgram(bptt.Program):
@@ -59,12 +61,17 @@ class WindowProgram(bptt.Program):
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         self.batches += [None] * (int(most) - len(self.batches))
 
+    @property
+    def _gives_hidden_states(self) -> bool:
+        return self.outputs is not None and self.outputs.hidden_states
+
     def shape_key(self, batch: WindowBatch | None) -> ShapeKey:
         if batch is None:
             return ()
         like = self.model.memory.like
         autocast = torch.is_autocast_enabled(like.device.type)
-        settings = self.outputs is None, autocast, like.dtype, batch.masked, *self._policy_key
+        kinds = self.outputs is None, self._gives_hidden_states
+        settings = *kinds, autocast, like.dtype, batch.masked, *self._policy_key
         return len(batch.rows), batch.width, batch.has_state, *settings
 
     def accumulated_gradients(self) -> list[Tensor | None]:
@@ -90,6 +97,7 @@ class WindowProgram(bptt.Program):
             start=start,
             outputs=with_outputs and self.outputs is not None,
             record_attention=self.outputs is not None and self.outputs.record_attention,
+            hidden_states=self._gives_hidden_states,
             spans=tuple(spans),
             depth=batch.depth,
             shape_key=self.shape_key(batch),

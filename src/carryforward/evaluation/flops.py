@@ -98,7 +98,7 @@ def flops_per_token(
 
     The cost of a window of T tokens is divided by the T − o tokens that it scores. An encoder's special tokens count in
     T but are not scored. Layers with a sliding window attend only within it. OPT-350m's projections between embeddings
-    and layers count as embeddings.
+    and layers count as embeddings. Where windows see their right neighbours, those that are read again count twice.
 
     Args:
         config: of a base model or a recurrent model.
@@ -118,9 +118,11 @@ def flops_per_token(
     prefix, suffix = (len(recurrence.prefix), len(recurrence.suffix)) if recurrence else (0, 0)
     stride = windows.check(window, overlap, prefix, suffix) - overlap
     memory = _memory_flops(base, recurrence, overlap) if recurrence and use_state else 0.0
+    group = recurrence.window_group if recurrence and use_state else None
+    scored = stride * group.advance / group.size if group else stride  # tokens per window that runs
     return Flops(
-        base=per_window / stride,
-        recurrence=memory / stride,
+        base=per_window / scored,
+        recurrence=memory / scored,
         vocabulary=2.0 * matrices.vocabulary,  # only scored positions are projected
     )
 
@@ -213,7 +215,7 @@ def _matrices(config_json: str) -> _Matrices:
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the only one whose shapes do not depend on the token
     backbone = architecture.backbone_of(model)
-    layers = architecture.layer_list(backbone)
+    layers = architecture.layers_in_order(backbone)
     try:
         modules, widths = _observe_token(backbone, architecture)
         counted = [[module / 2 - 2 * width for module in pair] for pair, width in zip(modules, widths, strict=True)]
@@ -235,16 +237,16 @@ def _observe_token(backbone: Any, architecture: Architecture) -> tuple[list[tupl
     those run that a token is sent to."""
     token = torch.zeros(1, 1, dtype=torch.long, device="meta")
     with maskless_attention(), FlopCounterMode(display=False) as counter:
-        observation = observe(backbone, token, attention_mask=torch.ones_like(token))
+        observation = observe(backbone, token, architecture.own_attention, attention_mask=torch.ones_like(token))
     counts = counter.get_flop_counts()
-    widths = {call.module: call.query.shape[1] * (call.key.shape[3] + call.value.shape[3]) / 2
-              for call in observation.attention}  # fmt: skip
-    modules, by_layer = [], []
-    for number, layer in enumerate(architecture.layer_list(backbone)):
-        path = f"{type(backbone).__name__}.{architecture.layers}.{number}"
-        modules.append((sum(counts[path].values()), sum(counts[f"{path}.{architecture.attention}"].values())))
-        by_layer.append(widths[layer.get_submodule(architecture.attention)])
-    return modules, by_layer
+    widths = [call.query.shape[1] * (call.key.shape[3] + call.value.shape[3]) / 2 for call in observation.attention]
+    order, modules = architecture.order or range(len(widths)), []
+    for item in order:
+        path = f"{type(backbone).__name__}.{architecture.layers}.{item}"
+        calls = [*order].count(item)  # of a module that computes several layers
+        modules.append((sum(counts[path].values()) // calls,
+                        sum(counts[f"{path}.{architecture.attention}"].values()) // calls))  # fmt: skip
+    return modules, widths
 
 
 def _check_linear(layers: Iterable[nn.Module], model_type: str) -> None:

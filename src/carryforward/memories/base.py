@@ -27,7 +27,7 @@ from ..backbones.architectures import Architecture, architecture_of
 from ..backbones.attention import KV
 from ..backbones.hooks import HookContext
 from ..presets import MAX_DEFAULT_WINDOW
-from ..windows import Span
+from ..windows import Span, WindowGroup
 from .links import BlockLayout, WindowLinks
 
 if TYPE_CHECKING:
@@ -140,6 +140,12 @@ class MemoryConfig:
         """Whether what a window receives depends on how much of its document was read. Windows then always run as
         blocks, which have `slot_links`."""
         return False
+
+    @property
+    def window_group(self) -> WindowGroup | None:
+        """The groups in which windows see their right neighbours, too; None if they see only what is before them. Such
+        windows always run as blocks, and a group is never cut."""
+        return None
 
     @property
     def writes_behind(self) -> bool:

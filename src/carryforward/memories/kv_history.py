@@ -121,7 +121,7 @@ class HistoryLink:
         first, others, past, leaving = [], [], [], []
         far = self._far(query, key, scaling)
         for side, x in enumerate((key, value)):
-            of_first, of_others, windows = split_windows(x, self.num_first, 0, x.shape[2])
+            of_first, of_others, windows = split_windows(x, self.num_first, (0, x.shape[2]))
             first.append(of_first)
             others.append(of_others)
             everything = self.sources(windows, side)

@@ -2,11 +2,14 @@
 """Keys and values carried from one window to the next, where all of them come from the window before.
 
 What is carried then never depends on how far a document was read, needs no mask, and can be captured. `kv_history` has
-the memory that reaches further back.
+the memory that reaches further back. Windows may see their right neighbours, too; these need a mask, since a document's
+last window may be short.
 
 Shapes: B rows, L layers, heads with keys of size d, S carried positions: sinks, then recent.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +19,7 @@ from torch.nn.functional import pad
 from ..backbones.hooks import HookContext
 from ..windows import Span
 from .base import Memory, Rotation, WindowRecord
-from .kv_links import LayerLink, LearnedLink, RotaryLink, select_positions
+from .kv_links import LayerLink, LearnedLink, RotaryLink, Shifts, select_positions
 from .links import WindowLinks
 
 if TYPE_CHECKING:
@@ -44,8 +47,9 @@ class KVMemory(Memory):
         assert config.recent is not None, "the config is not resolved"
         assert config.sinks is not None, "the config is not resolved"
         self.recent, self.sinks, self.carried = config.recent, config.sinks, config.carried
+        self.right = config.right
         *sides, _, size = shape
-        offsets = torch.zeros(*sides, window + self.carried, size)
+        offsets = torch.zeros(*sides, window + config.extra_positions, size)
         self.position_offsets = nn.Parameter(offsets) if learned_positions else None
         self._measured = False
 
@@ -67,35 +71,55 @@ class KVMemory(Memory):
 
     def read_block(self, state: Tensor | None, context: HookContext, links: WindowLinks, rotation: Rotation) -> None:
         """Connect the windows of a block in every layer."""
-        context.num_first = links.num_first
+        context.num_first, context.past_visible = links.num_alone, self._visible(links)
         entering = [None] * self.shape[0] if state is None else state.unbind(1)
         for layer, moves in enumerate(self._moves(links, rotation)):
             link: type[LayerLink] = RotaryLink if self.position_offsets is None else LearnedLink
             context.links[layer + 1] = link(
-                links, entering[layer], self.sinks, self.recent, self.like.dtype, **moves
+                links, entering[layer], self.sinks, self.recent, self.right, self.like.dtype, **moves
             )  # fmt: skip
+
+    def _visible(self, links: WindowLinks) -> Tensor | None:
+        """Which positions of its neighbours each window of a block sees, [P - A, S + N]; None: all that are carried."""
+        if links.num_right is None:
+            return None
+        number = torch.arange(len(links.num_right), device=links.num_right.device)[:, None]
+        left = (number >= links.num_first).expand(-1, self.carried)
+        right = torch.arange(self.right, device=number.device) < links.num_right[:, None]
+        return torch.cat([left, right], dim=1)[links.num_alone :]
 
     def write_block(self, context: HookContext) -> Tensor:
         links = [context.links[layer] for layer in self.layers()]
         return torch.stack([link.leaving.to(self.like.device) for link in links], dim=1)  # type: ignore[attr-defined]
 
     def _moves(self, links: WindowLinks, rotation: Rotation) -> list[dict[str, Any]]:
-        """For each layer, how keys and values are moved from their window to where the next one sees them."""
+        """For each layer, how keys and values are moved from their window to where its neighbours see them."""
         start, begin = links.starts, links.next_start - self.recent
         if self.position_offsets is None:
-            recent, sinks = rotation(links.next_start - start), rotation(self.carried)
+            one_window, carried = rotation(links.next_start - start), rotation(self.carried)
             return [
-                {"recent_rotation": (recent[0][:, layer], recent[1][:, layer]),
-                 "sink_rotation": (sinks[0][:, layer], sinks[1][:, layer])}
+                {"recent_rotation": (one_window[0][:, layer], one_window[1][:, layer]),
+                 "sink_rotation": (carried[0][:, layer], carried[1][:, layer])}
                 for layer in range(self.shape[0])
             ]  # fmt: skip
-        there = select_positions(self.position_offsets, start + self.sinks, self.recent)
-        there = there if there.ndim == 6 else there[None]  # [1 or P, L, 2, heads, K, d]
-        shifts = [
-            there - select_positions(self.position_offsets, at, self.recent) for at in (begin, begin + self.carried)
-        ]
-        by_layer = zip(*(shift.unbind(1) for shift in shifts), strict=True)
-        return [{"first_shift": first, "other_shift": other} for first, other in by_layer]
+        seen_at = start + self.sinks
+        by_layer = self._shifts(((begin, seen_at), (begin + self.carried, seen_at)), self.recent)
+        if links.next is None:
+            return [{"recent_shifts": shifts, "right_shifts": None} for shifts in by_layer]
+        front = start + self.carried  # of a right neighbour: it stands behind what it sees on its left
+        seen_behind = links.next_start, links.next_start + self.carried
+        right_by_layer = self._shifts(((front, seen_behind[0]), (front, seen_behind[1])), self.right)
+        pairs = zip(by_layer, right_by_layer, strict=True)
+        return [{"recent_shifts": recent, "right_shifts": right} for recent, right in pairs]
+
+    def _shifts(self, moves: Sequence[tuple[int | Tensor, int | Tensor]], count: int) -> list[Shifts]:
+        """For each layer, what keys and values of `count` positions are moved by from one position to another: the
+        first move is that of documents' first windows, the second that of the others."""
+        assert self.position_offsets is not None, "positions are learned"
+        select = partial(select_positions, self.position_offsets, count=count)
+        shifts = [select(begin=there) - select(begin=here) for here, there in moves]
+        first, other = ((shift if shift.ndim == 6 else shift[None]).unbind(1) for shift in shifts)
+        return list(zip(first, other, strict=True))
 
     @property
     def position_shift(self) -> int | None:

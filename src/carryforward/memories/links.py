@@ -4,6 +4,12 @@
 A block is a batch of windows in which a window may stand beside the one before it. If windows depend on each other only
 through keys and values of the same layer, all of them pass a layer together, and each takes what it receives from its
 neighbour in the same call. The index tensors here say which window that is.
+
+An encoder's windows may see both neighbours. A document's first window, which receives nothing, then still sees the one
+on its right, and the reading of a group's last window that is not given out has the same left neighbour as the second.
+
+Shapes: P windows: the first A see no other, the first F are documents' first windows; R rows of a state that enters;
+W windows that pass one on. Without right neighbours A = F.
 """
 
 import dataclasses
@@ -60,40 +66,51 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class WindowLinks:
-    """The links of a block of P windows, with R rows of a state that enters it and W windows that pass one on.
+    """The links of a block.
 
     A *source* is a window of the block, counted from 0, or row r of the entering state, written as -1 - r.
 
     Attributes:
         num_first: the first so many windows, F, are documents' first windows: they receive nothing.
+        num_alone: the first so many of these, A, see no other window. The numbers of windows below begin after them.
         next_start: in every window that another one follows, the position at which that one starts.
         start: the first document position of every window; None: after its own prefix.
-        previous: for each window after the first ones, the source of its recent positions, [P - F].
-        following: the inverse of `previous`: for each window, then for each row of the state, the number, counted from
-            the first ones on, of the window whose source it is, or -1, [P + R].
-        first: likewise, the source of its document's first positions, [P - F]: one of the first windows, or the state.
+        previous: for each window, the source of its recent positions, [P - A]; any for documents' first windows.
+        following: the inverse of `previous`: for each window, then for each row of the state, the number of the window
+            whose source it is, or -1, [P + R]. None if windows have right neighbours: a source may then serve two.
+        first: likewise, the source of its document's first positions, [P - A]: one of the first windows, or the state.
         last: the windows whose states leave the block, [W].
         last_first: for each of these, the source of its document's first positions, [W].
-        detach: truncated BPTT: for each window after the first ones, whether recent positions are detached, [P - F].
+        detach: truncated BPTT: for each window, whether recent positions are detached, [P - A].
         detach_first: likewise for its document's first positions: some window on the way to it detaches them.
         last_detach_first: likewise for the states that leave, [W].
         prefix_lengths: where windows have prefixes of their own, their lengths, [P, 1].
+        next: for each window, its right neighbour, [P - A]; any if it has none. None if windows see none.
+        num_right: how many positions each window sees of its right neighbour, [P].
         slots: where each window finds what it sees of its past, if a memory needs more than the window before.
     """
 
     num_first: int
+    num_alone: int
     next_start: int
     start: int | None
     previous: Tensor
-    following: Tensor
     first: Tensor
     last: Tensor
     last_first: Tensor
+    following: Tensor | None = None
     detach: Tensor | None = None
     detach_first: Tensor | None = None
     last_detach_first: Tensor | None = None
     prefix_lengths: Tensor | None = None
+    next: Tensor | None = None
+    num_right: Tensor | None = None
     slots: "SlotLinks | None" = None
+
+    @property
+    def has_fixed_sizes(self) -> bool:
+        """Whether its numbers are those of a block of exactly these sizes."""
+        return self.slots is not None or self.next is not None
 
     @property
     def starts(self) -> int | Tensor:
@@ -118,7 +135,9 @@ class WindowLinks:
 
     def layout(self) -> tuple[Any, ...]:
         """What must be equal for the same code to run with other index tensors of the same sizes."""
-        return self.next_start, self.start, *self.tensors(), None if self.slots is None else self.slots.layout()
+        fixed = self.num_alone if self.next is not None else None
+        slots = None if self.slots is None else self.slots.layout()
+        return self.next_start, self.start, fixed, *self.tensors(), slots
 
 
 def gather_sources(windows: Tensor, state: Tensor | None, sources: Tensor) -> Tensor:
@@ -128,8 +147,10 @@ def gather_sources(windows: Tensor, state: Tensor | None, sources: Tensor) -> Te
 
 
 def gather_previous(windows: Tensor, state: Tensor | None, links: WindowLinks) -> Tensor:
-    """As `gather_sources` with `links.previous`. No window has two that follow it, so the gradient is a gather too,
-    which is faster than adding at an index."""
+    """As `gather_sources` with `links.previous`. Without right neighbours no window has two that follow it, so the
+    gradient is a gather too, which is faster than adding at an index."""
+    if links.following is None:
+        return gather_sources(windows, state, links.previous)
     everything, index = _joined(windows, state, links.previous)
     return _GatherUnique.apply(everything, index, links.following.to(windows.device))
 

@@ -59,19 +59,19 @@ def split_positions(positions: int, config: KVMemoryConfig) -> KVMemoryConfig:
 
 
 def check_reach(reach: Reach, memory: KVMemoryConfig, window: int, base: PreTrainedConfig) -> None:
-    """Refuse a reach for which a model with learned positions has too few of them."""
+    """Refuse a reach for which a model has too few positions, if they end."""
     architecture = architecture_of(base)
     positions = architecture.max_positions(base)
-    if architecture.rotary or window + memory.carried <= positions:
+    if not architecture.positions_end or window + memory.extra_positions <= positions:
         return
-    room = positions - window
+    room, kind = positions - window - memory.right, architecture.kind_of_positions
     if room < 1:
         raise ValueError(
-            f"reach={reach!r}: a window of {window} tokens takes all of the {positions} learned positions that "
+            f"reach={reach!r}: a window of {window} tokens takes all of the {positions} {kind} that "
             f"{base.model_type} has, and what a window sees of its past needs some as well. Use a smaller window."
         )
     raise ValueError(
-        f"reach={reach!r} takes {memory.carried} positions, and the {positions} learned positions that "
+        f"reach={reach!r} takes {memory.carried} positions, and the {positions} {kind} that "
         f"{base.model_type} has leave {room} beside a window of {window} tokens. Use reach={room} or less, or a "
         "smaller window."
     )

@@ -4,7 +4,8 @@
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -12,11 +13,19 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging
 
-from ..backbones.architectures import Architecture, architecture_of, is_discovered, is_known, store_architecture
+from ..backbones.architectures import (
+    Architecture,
+    architecture_of,
+    check_settings,
+    is_discovered,
+    is_known,
+    store_architecture,
+)
 from ..backbones.attention import unwrapped_name
 from ..backbones.discovery import NotUnderstood, discover
 from ..config import RecurrenceConfig, RecurrentModelConfig, default_window
-from ..data.tokenization import check_tokenizer
+from ..data.tokenization import check_tokenizer, without_length_limit
+from ..engine.run_policy import NO_MODEL_PARALLEL, is_split
 from ..memories.kinds import MemoryChoice
 from ..memories.reach import Reach, check_reach, memory_with_reach
 from ..memories.vector import VectorMemoryConfig
@@ -28,6 +37,7 @@ from . import verification
 from .base import RecurrentPreTrainedModel
 from .causal_lm import RecurrentForCausalLM
 from .encoders import RecurrentForMaskedLM, RecurrentForSequenceClassification, RecurrentForTokenClassification
+from .files.base_by_name import load_base
 from .headless import RecurrentModel
 from .position_offsets import built_in_documents, measure_position_offsets, needs_position_offsets
 from .question_answering import RecurrentForQuestionAnswering
@@ -50,7 +60,7 @@ _ENCODER_HEADS: _Heads = {
 
 
 def add_recurrence(
-    model: PreTrainedModel,
+    model: PreTrainedModel | str | Path,
     config: RecurrenceConfig | None = None,
     *,
     preset: str | None = None,
@@ -58,8 +68,10 @@ def add_recurrence(
     reach: Reach | None = None,
     tokenizer: Any = None,
     documents: Sequence[Any] | None = None,
-    head: Literal["question-answering"] | None = None,
+    head: str | None = None,
     verify: bool | None = None,
+    dtype: torch.dtype | str | None = None,
+    revision: str | None = None,
     **fields: Any,
 ) -> RecurrentPreTrainedModel:
     """Turn a transformer into a recurrent one that reads documents of any length in the memory of one window.
@@ -68,7 +80,8 @@ def add_recurrence(
 
     Args:
         model: a Hugging Face model with a causal language model's head, a masked language model's, a token or sequence
-            classifier's, a question-answering one, or none.
+            classifier's, a question-answering one, or none; or its name on the Hub, or its folder: it is then loaded
+            with the head it was saved with, and with its tokenizer.
         config: the recurrence. By default `preset` and the arguments below decide.
         preset: "recommended" (the default): keys and values of half a window. "paper": a pooled vector, which must be
             trained; for question answering that of section 5.4.
@@ -77,13 +90,17 @@ def add_recurrence(
         reach: how many positions of its past a window sees in all: a number (2000), or the memory that one row's state
             may take in the model's precision ("64MB", "1.5 GB"). It sets the size of the memory "kv", instead of
             `recent` and `far`: attention sinks, and the most recent positions. It may be more than a window.
-        tokenizer: the model's tokenizer, which is then saved with it. The special tokens that an encoder's tokenizer
-            puts around a text are put around every window.
+        tokenizer: the model's tokenizer; a copy of it without a maximum length is saved with the model. The special
+            tokens that an encoder's tokenizer puts around a text are put around every window.
         documents: texts, or token ids without special tokens, to measure position offsets on, if keys and values are
             carried and positions are learned. By default the built-in text, Python's documentation, is used.
-        head: "question-answering" gives an encoder without a head a new one.
+        head: "question-answering" gives an encoder without a head a new one. For a model by its name, the head to load
+            it with, called as transformers' pipelines are: "text-generation", "fill-mask", "token-classification",
+            "text-classification", "question-answering", "feature-extraction" (none).
         verify: compare a few tokens read in windows with the model's own forward pass, and refuse a model that does not
             do with a state what it must. By default models are verified whose type is not in the table of known ones.
+        dtype, revision: for a model by its name, as for `from_pretrained`: its precision, by default that of its file,
+            and its version on the Hub.
         **fields: further fields of `RecurrenceConfig`, on top of `config` if both are given. The default window leaves
             room for what is carried.
 
@@ -92,12 +109,21 @@ def add_recurrence(
 
     Example:
         >>> model = add_recurrence(AutoModelForCausalLM.from_pretrained("gpt2"), window=300)  # doctest: +SKIP
+        >>> model = add_recurrence("gpt2", window=300)  # with its tokenizer  # doctest: +SKIP
     """
+    if isinstance(model, str | Path):
+        model, tokenizer = load_base(str(model), head=head, tokenizer=tokenizer, dtype=dtype, revision=revision)
+        head = None  # it has it
+    elif dtype is not None or revision is not None:
+        given = f"dtype={dtype!r}" if dtype is not None else f"revision={revision!r}"
+        raise ValueError(f"{given}: the model is loaded already. Give it to from_pretrained.")
     if isinstance(model, RecurrentPreTrainedModel):
         raise ValueError("model is recurrent already; its base model is model.base.")
     check_no_adapters(model)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
+    if is_split(model.parameters()):
+        raise ValueError(f"the model's weights are split among processes: {NO_MODEL_PARALLEL}")
     _use_sdpa(model)
     architecture = ensure_architecture(model)
     if head is not None:
@@ -119,7 +145,7 @@ def add_recurrence(
     )
     if needs_position_offsets(result):
         _measure(result, documents, tokenizer)
-    result.tokenizer = tokenizer
+    result.tokenizer = None if tokenizer is None else without_length_limit(tokenizer)
     result.config.initial_memory = {
         kind: fingerprint(module) for kind, module in result.memory.items() if recurrence.find(kind).needs_training
     }
@@ -166,6 +192,7 @@ def _verified(model: PreTrainedModel, cls: type[RecurrentPreTrainedModel]) -> di
 
 def ensure_architecture(model: PreTrainedModel) -> Architecture:
     """A model's architecture; that of a type which is not in the table is discovered."""
+    check_settings(model.config)
     if not is_known(model.config):
         try:
             store_architecture(model.config, discover(model))
@@ -300,7 +327,10 @@ def pair_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple
 def _with_head(model: PreTrainedModel, head: str) -> PreTrainedModel:
     """A new head on a model without one; modules are shared."""
     if head != "question-answering":
-        raise ValueError(f"head={head!r}: only 'question-answering' can be added.")
+        raise ValueError(
+            f"head={head!r}: only 'question-answering' can be added to a loaded model. Load it with its head, or give "
+            "its name."
+        )
     if _head_of(model, architecture_of(model.config).causal) is not RecurrentModel:
         raise ValueError(
             f"head={head!r}: {type(model).__name__} has a head already. Give its encoder, model.base_model."
@@ -325,7 +355,8 @@ def _head_of(model: PreTrainedModel, causal: bool) -> type[RecurrentPreTrainedMo
             return cls
     raise ValueError(
         f"Recurrence cannot be added to the head of {type(model).__name__}. "
-        f"Supported for {model.config.model_type!r}: {', '.join(name for name in supported.values() if name)}."
+        f"Supported for {model.config.model_type!r}: {', '.join(name for name in supported.values() if name)}. Load it "
+        "with one of these; head=... says which to load by name."
     )
 
 

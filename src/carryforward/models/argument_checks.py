@@ -14,7 +14,13 @@ from ..state import State
 from ..windows import IGNORE
 
 NEUTRAL = ("inputs_embeds", "position_ids", "token_type_ids", "head_mask", "past_key_values", "cache_position",
-           "use_cache", "output_attentions", "output_hidden_states")  # fmt: skip
+           "use_cache", "output_attentions")  # fmt: skip
+_REASONS = {
+    "use_cache": "generate has its own cache. Leave it out.",
+    "output_attentions": "the windows of a document have attention of their own, also to carried positions. Leave it "
+    "out; `carryforward inspect` shows the attention to the state.",
+}
+_OF_PACKED = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # come with packed rows
 
 
 def check_overlap(config: RecurrentModelConfig, value: int | None, prefix: int | None = None) -> int:
@@ -151,13 +157,28 @@ def check_labels(labels: Tensor | None, input_ids: Tensor) -> Tensor | None:
     return labels
 
 
-def has_special_tokens(
+def find_framing(
     input_ids: Tensor, attention_mask: Tensor | None, prefix: tuple[int, ...], suffix: tuple[int, ...]
-) -> bool:
-    """Whether a tokenizer has put the windows' special tokens around the first row."""
-    row = input_ids[0] if attention_mask is None else input_ids[0][attention_mask[0].bool()]
-    ends = [*row[: len(prefix)].tolist(), *row[max(len(row) - len(suffix), 0) :].tolist()]
-    return len(row) >= len(ends) and ends == [*prefix, *suffix]
+) -> Tensor | None:
+    """Where a tokenizer has put the special tokens around a row that the model puts around every window.
+
+    Returns:
+        True at these tokens [B, N], in the rows that begin with all of `prefix` and end with all of `suffix`; None if
+        no row does.
+    """
+    if not prefix and not suffix:
+        return None
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
+    number, count = real.cumsum(dim=1) - 1, real.sum(dim=1, keepdim=True)  # of each real token in its row
+    framing, same = torch.zeros_like(input_ids, dtype=torch.bool), count >= len(prefix) + len(suffix)
+    places: list[tuple[int | Tensor, int]] = [*enumerate(prefix)]
+    places += [(count - len(suffix) + i, token) for i, token in enumerate(suffix)]
+    for place, token in places:
+        here = (number == place) & real.bool()
+        same &= (here & (input_ids == token)).any(dim=1, keepdim=True)
+        framing |= here
+    framing &= same
+    return framing if framing.any() else None
 
 
 def check_vocabulary(input_ids: Tensor, attention_mask: Tensor | None, size: int, name: str = "input_ids") -> None:
@@ -219,16 +240,27 @@ def _within(x: Tensor, size: int) -> bool:
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Check arguments that peft and others pass to every model: their values must request nothing."""
+    _refuse_packed(arguments)
     for name, value in arguments.items():
         if name not in NEUTRAL:
             raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
         if name == "token_type_ids":
             check_token_types(value)
         elif value is not None and value is not False:
-            reason = (
-                "generate has its own cache" if name == "use_cache" else "a document has many windows, each its own"
-            )
-            raise ValueError(f"{name} is not supported: {reason}. Leave it out.")
+            reason = _REASONS.get(name, "a document has many windows, each its own. Leave it out.")
+            raise ValueError(f"{name} is not supported: {reason}")
+
+
+def _refuse_packed(arguments: dict[str, Any]) -> None:
+    """Refuse rows that hold several documents: a state would pass from one to the next."""
+    positions = arguments.get("position_ids")
+    restarts = isinstance(positions, Tensor) and bool((positions == 0).sum(dim=-1).gt(1).any())
+    given = ["position_ids"] * restarts + [name for name in _OF_PACKED if arguments.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"the batch is packed ({given[0]}): several documents stand in one row, and the state would pass from one "
+            "to the next. Give each document its own row; with TRL: packing=False and padding_free=False."
+        )
 
 
 def check_token_types(values: Tensor | None) -> None:

@@ -27,15 +27,16 @@ from ..engine.activation_budget import ActivationBudget
 from ..engine.batch_plan import BatchPlan
 from ..engine.block_size import BlockSize
 from ..engine.graph_cache import FastPath, GraphCache
-from ..engine.run_policy import is_sharded
+from ..engine.run_policy import NO_MODEL_PARALLEL, is_sharded
 from ..engine.window_program import OutputSpec
 from ..memories.collection import Memories
 from ..state import State
 from ..utils import checkpoints
 from ..utils.checks import check_count, check_flag
 from ..utils.files import atomic_folder
-from ..utils.peft import check_memory_saved
+from ..utils.peft import check_memory_saved, has_own_adapters
 from . import argument_checks
+from .files import model_card
 from .window_runner import WindowRunner
 
 logger = logging.get_logger(__name__)
@@ -69,7 +70,7 @@ class RecurrentPreTrainedModel(WindowRunner):
                 module._is_hf_initialized = True  # type: ignore[assignment]
         recurrence, architecture = config.recurrence, config.architecture
         self.memory = Memories(recurrence.memories, config.base_config, architecture, recurrence.size)
-        hooks.install(self.backbone, architecture)
+        hooks.install(self.base, architecture)
         self.graph_cache = GraphCache()
         self.activation_budget = ActivationBudget()
         self.block_size = BlockSize()
@@ -121,6 +122,9 @@ class RecurrentPreTrainedModel(WindowRunner):
                 "never measured. Call carryforward.measure_position_offsets(model, documents)."
             )
         argument_checks.check_mask(attention_mask, input_ids)
+        framing = argument_checks.find_framing(input_ids, attention_mask, recurrence.prefix, recurrence.suffix)
+        if framing is not None:
+            attention_mask, framing = self._without_framing(input_ids, attention_mask, framing, state, final)
         argument_checks.check_tokens(input_ids, attention_mask, state, final)
         labels = argument_checks.check_labels(labels, input_ids)
         logits |= not self._capturable_outputs and (outputs or (labels is not None and not self._chunks_loss))
@@ -133,18 +137,31 @@ class RecurrentPreTrainedModel(WindowRunner):
             block_windows=1
             if alone
             else self.block_size.windows(self, len(input_ids), use_state=use_state, logits=logits),
-            prefixes=prefixes,
+            prefixes=prefixes, framing=framing,
         )  # fmt: skip
         argument_checks.check_vocabulary(input_ids, attention_mask, self._vocabulary)
-        special = recurrence.prefix, recurrence.suffix
-        new = all(special) and not any(state.read)
-        if new and argument_checks.has_special_tokens(input_ids, attention_mask, *special):
-            logger.warning_once(
-                "The documents begin and end with special tokens, which are added to every window anyway. Tokenise "
-                "with add_special_tokens=False."
-            )
         argument_checks.check_classes(labels, attention_mask, self._num_classes)
         return plan
+
+    @staticmethod
+    def _without_framing(
+        input_ids: Tensor, attention_mask: Tensor | None, framing: Tensor, state: State, final: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The mask of the documents' own tokens, and where a tokenizer has put special tokens around whole documents.
+        Around a piece of a document they would be in the middle of its text: a warning."""
+        if any(state.read) or not final:
+            logger.warning_once(
+                "A piece of a document begins and ends with special tokens, which are added to every window anyway. "
+                "Tokenise pieces with add_special_tokens=False."
+            )
+            return attention_mask, None
+        mask = torch.ones_like(framing) if attention_mask is None else attention_mask.to(framing)
+        return mask & ~framing, framing
+
+    def _asks_for_hidden_states(self, value: bool | None) -> bool:
+        """Whether a call asks for the hidden states of all layers: by its argument, or else by the config."""
+        check_flag("output_hidden_states", value, optional=True)
+        return bool(self.config.output_hidden_states) if value is None else value
 
     @property
     def _chunks_loss(self) -> bool:
@@ -164,8 +181,8 @@ class RecurrentPreTrainedModel(WindowRunner):
         With gradients enabled and no outputs, the parameters' gradients are computed here, not in `backward`.
         """
         return run_windows.run_windows(
-            self, plan, outputs,
-            budget=self.activation_budget, graphs=self.graph_cache, capturable=self._capturable_outputs,
+            self, plan, outputs, budget=self.activation_budget, graphs=self.graph_cache,
+            capturable=self._capturable_outputs and (outputs is None or not outputs.hidden_states),
         )  # fmt: skip
 
     def _state(self, plan: BatchPlan, flat: Tensor, summary: Tensor | None = None) -> State:
@@ -189,7 +206,8 @@ class RecurrentPreTrainedModel(WindowRunner):
         Args:
             allow_other_model: continue from a state that a model with other weights or settings has made.
             final: the documents end here: a last window that is not full passes on what it has, and the state is that
-                of the whole document. It cannot be continued then.
+                of the whole document. It cannot be continued then. (Where windows see their right neighbours, the state
+                is that of the last window that has one.)
         """
         plan = self._plan(
             input_ids, attention_mask, None, state,
@@ -311,7 +329,8 @@ class RecurrentPreTrainedModel(WindowRunner):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Save as every Hugging Face model does; nothing half-written ever appears at `save_directory`.
 
-        The tokenizer that `add_recurrence` was given is saved too.
+        The tokenizer that `add_recurrence` was given is saved too, and a model card, and a loader with which
+        `trust_remote_code=True` finds carryforward.
         """
         check_memory_saved(self)
         if (Path(save_directory) / checkpoints.RUN_FILE).exists():
@@ -328,11 +347,25 @@ class RecurrentPreTrainedModel(WindowRunner):
                 self.config.tokenizer_fingerprint = tokenization.fingerprint(self.tokenizer)
                 hub = {name: kwargs[name] for name in ("push_to_hub", "repo_id", "token") if name in kwargs}
                 self.tokenizer.save_pretrained(temporary, **hub)
+            if not has_own_adapters(self):  # of which transformers saves nothing else
+                self.config.auto_map = model_card.auto_map(self)
+                model_card.write_files(self, temporary, Path(save_directory))
             super().save_pretrained(temporary, **kwargs)
+
+    def _get_files_timestamps(self, working_dir: Any) -> dict[str, float]:
+        """Files that need not be uploaded unless they change: the loader, which is written first, is not among them."""
+        timestamps = super()._get_files_timestamps(working_dir)  # type: ignore[misc]
+        return {name: time for name, time in timestamps.items() if name != model_card.LOADER}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Called when the model is loaded by its loader, which is then saved again; not the module of this class."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as every Hugging Face model does; weights that are missing or do not fit are an error."""
+        if any(kwargs.get(name) is not None for name in ("tp_plan", "distributed_config")):
+            raise ValueError(f"{pretrained_model_name_or_path}: {NO_MODEL_PARALLEL}")
         from .verification import verify_again  # it makes models of its own
 
         loaded = checkpoints.load_strictly(super().from_pretrained, cls, pretrained_model_name_or_path, *args, **kwargs)

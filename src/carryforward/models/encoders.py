@@ -12,12 +12,14 @@ from transformers.utils import can_return_tuple
 
 from ..backbones.heads import check_first_token, classify
 from ..config import RecurrentModelConfig
+from ..engine import bptt
+from ..engine.window_batches import WindowBatch
 from ..engine.window_program import OutputSpec
 from ..state import State
 from ..utils.checks import check_flag
 from . import argument_checks
 from .base import RecurrentPreTrainedModel
-from .outputs import RecurrentOutput, input_layout, max_over_windows
+from .outputs import OutputLayout, RecurrentOutput, input_layout, max_over_windows
 from .token_model import TokenOutputModel
 
 
@@ -40,13 +42,15 @@ class EncoderHead(RecurrentPreTrainedModel):
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         allow_other_model: bool = False,
+        output_hidden_states: bool | None = None,
         work: Callable[[], tuple[Tensor, ...]] | None = None,
         **others: Any,
     ) -> RecurrentOutput | tuple[Tensor, ...]:
         """Read documents, or the next piece of them.
 
         Args:
-            input_ids: the documents' own tokens, [B, N]; special tokens are added to every window.
+            input_ids: the documents' tokens, [B, N]. Special tokens are added to every window; those that a tokenizer
+                has put around a whole document are recognised, and have outputs too.
             attention_mask: 0 where a row is padded, left or right.
             labels: one for every token, [B, N], where -100 is not scored; for a sequence classifier one per document,
                 and as for the base model the loss follows `config.problem_type`.
@@ -61,6 +65,8 @@ class EncoderHead(RecurrentPreTrainedModel):
                 also without gradients, since they are small and evaluation needs them.
             num_items_in_batch: divide the loss by this instead of the number of scored targets (token outputs only).
             allow_other_model: continue from a state that a model with other weights or settings has made.
+            output_hidden_states: return the hidden states of the embeddings and of all L layers at every token: L + 1
+                times the memory of the last ones.
             work: from `sharded_backward`: do this in place of reading documents, while FSDP has gathered the weights.
             **others: arguments of Hugging Face models that must not request anything here.
         """
@@ -74,14 +80,20 @@ class EncoderHead(RecurrentPreTrainedModel):
             "input_ids": input_ids, "attention_mask": attention_mask, "state": state,
             "overlap": overlap, "use_state": use_state, "final": final, "allow_other_model": allow_other_model,
         }  # fmt: skip
-        return self._read(documents, labels, returns_logits, num_items_in_batch)
+        hidden_states = self._asks_for_hidden_states(output_hidden_states)
+        return self._read(documents, labels, returns_logits, num_items_in_batch, hidden_states)
 
     def _returns_logits(self, labels: Tensor | None) -> bool:
         """Whether logits are returned if the call does not say."""
         return labels is None
 
     def _read(
-        self, documents: dict[str, Any], labels: Tensor | None, returns_logits: bool, num_items: Tensor | int | None
+        self,
+        documents: dict[str, Any],
+        labels: Tensor | None,
+        returns_logits: bool,
+        num_items: Tensor | int | None,
+        hidden_states: bool,
     ) -> RecurrentOutput:
         """The output of a call; `documents` are the arguments of `_plan`."""
         raise NotImplementedError
@@ -90,15 +102,22 @@ class EncoderHead(RecurrentPreTrainedModel):
 class _TokenHead(TokenOutputModel, EncoderHead):
     """An encoder with logits and labels for every token."""
 
-    def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> Tensor:
-        return self.base(**inputs).logits[:, start:]
+    def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> tuple[Tensor, Any]:
+        outputs = self.base(**inputs)
+        return outputs.logits[:, start:], outputs
 
     def _read(
-        self, documents: dict[str, Any], labels: Tensor | None, returns_logits: bool, num_items: Tensor | int | None
+        self,
+        documents: dict[str, Any],
+        labels: Tensor | None,
+        returns_logits: bool,
+        num_items: Tensor | int | None,
+        hidden_states: bool,
     ) -> RecurrentOutput:
-        plan = self._plan(**documents, labels=labels, outputs=returns_logits)
-        logits, fields = self._read_documents(plan, *input_layout(plan, documents["state"]), num_items)
-        return RecurrentOutput(logits=logits, **fields)
+        plan = self._plan(**documents, labels=labels, outputs=returns_logits or hidden_states)
+        layout = input_layout(plan, documents["state"])
+        logits, fields = self._read_documents(plan, *layout, num_items, hidden_states)
+        return RecurrentOutput(logits=logits if returns_logits else None, **fields)
 
 
 class RecurrentForMaskedLM(_TokenHead):
@@ -132,13 +151,20 @@ class RecurrentForSequenceClassification(EncoderHead):
         super().__init__(config, base)
 
     def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
-        return (self.backbone(**inputs).last_hidden_state[:, 0].clone(),)  # a view would keep the whole window alive
+        outputs = self.backbone(**inputs)
+        first_token = outputs.last_hidden_state[:, 0].clone()  # a view would keep the whole window alive
+        return first_token, *self._hidden_states(inputs, outputs)
 
     def _returns_logits(self, labels: Tensor | None) -> bool:
         return True
 
     def _read(
-        self, documents: dict[str, Any], labels: Tensor | None, returns_logits: bool, num_items: Tensor | int | None
+        self,
+        documents: dict[str, Any],
+        labels: Tensor | None,
+        returns_logits: bool,
+        num_items: Tensor | int | None,
+        hidden_states: bool,
     ) -> RecurrentOutput:
         if num_items is not None:
             raise ValueError("num_items_in_batch: a sequence classifier averages over documents. Leave it out.")
@@ -147,8 +173,13 @@ class RecurrentForSequenceClassification(EncoderHead):
         if labels is not None and final:
             size = len(self.config.id2label)  # type: ignore[arg-type]
             labels = argument_checks.check_targets(labels, len(plan.read), size, self.config.problem_type)
-        results, flat = self._run(plan, OutputSpec(lambda batch, first_token: (first_token,)))
-        summary = max_over_windows(plan, [first_token for (first_token,) in results])
+        layout = OutputLayout(plan, *input_layout(plan, documents["state"]))
+
+        def make(batch: WindowBatch, first_token: Tensor, *hidden: Tensor) -> bptt.Outputs:
+            return first_token, *(layout.select(batch, values) for values in hidden)
+
+        results, flat = self._run(plan, OutputSpec(make, hidden_states=hidden_states))
+        summary = max_over_windows(plan, [outputs[0] for outputs in results])
         logits = loss = None
         if final:
             assert summary is not None, "documents that end have had a window"
@@ -156,4 +187,6 @@ class RecurrentForSequenceClassification(EncoderHead):
             loss = None if labels is None else ForSequenceClassificationLoss(labels, logits, self.config)
         emitted = torch.tensor(plan.emitted())
         logits = logits if returns_logits else None
-        return RecurrentOutput(loss=loss, logits=logits, emitted=emitted, state=self._state(plan, flat, summary))
+        hidden = layout.hidden_states([one[-1] for one in results], self.config, flat) if hidden_states else None
+        state = self._state(plan, flat, summary)
+        return RecurrentOutput(loss=loss, logits=logits, hidden_states=hidden, emitted=emitted, state=state)

@@ -13,26 +13,20 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
 
 from ..backbones.architectures import architecture_of, is_known, is_supported, store_architecture
 from ..backbones.discovery import NotUnderstood, discover
 from ..config import RecurrentModelConfig
-from ..data import tokenization
-from ..engine.graph_cache import first_line
 from ..settings.recurrence import BUNDLED
 from ..utils.checkpoints import run_of
 from . import auto
 from .add_recurrence import add_recurrence, ensure_architecture, savable
 from .base import RecurrentPreTrainedModel
-from .model_files import find, load_config, load_model
+from .model_files import load_config, load_model, load_tokenizer
 from .question_answering import RecurrentForQuestionAnswering
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -222,40 +216,6 @@ def usable_device(name: str | None) -> str:
     except (RuntimeError, AssertionError) as error:  # unknown, or not on this machine
         raise ValueError(f"--device {name}: PyTorch finds no such device here. Leave it out, or use cpu.") from error
     return name
-
-
-def load_tokenizer(name: str, config: PreTrainedConfig | None = None, **options: Any) -> Any:
-    """Load a model's tokenizer. One that is missing, damaged or cannot be the model's is refused; one other than a
-    recurrent model was saved with is warned of.
-
-    Args:
-        config: the model's config; by default it is loaded.
-        **options: for `from_pretrained`.
-    """
-    config = load_config(name) if config is None else config
-    where, more = find(name)
-    advice = f"Save the model's own tokenizer there: tokenizer.save_pretrained({where!r})."
-    if Path(where).is_dir() and not more and not _tokenizer_files(Path(where)):
-        raise ValueError(f"model {name!r} has no tokenizer files. {advice}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **more, **options)
-    except Exception as error:  # of many kinds: damaged files make transformers and tokenizers fail anywhere
-        files = ", ".join(_tokenizer_files(Path(where))) or "on the Hub"
-        raise ValueError(
-            f"model {name!r}: its tokenizer ({files}) cannot be loaded ({first_line(error)}). {advice}"
-        ) from error
-    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-    tokenization.check_tokenizer(tokenizer, vocabulary, name=f"the tokenizer of {name}", advice=advice)
-    recorded = getattr(config, "tokenizer_fingerprint", None)
-    if recorded is not None and tokenization.fingerprint(tokenizer) != recorded:
-        logger.warning("The tokenizer of %s is not the one that the model was saved with. %s", name, advice)
-    return tokenizer
-
-
-def _tokenizer_files(folder: Path) -> list[str]:
-    """The names of files that may be a tokenizer's."""
-    patterns = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.spm", "spiece*", "*bpe*", "tekken*")
-    return sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
 
 
 def _keep(model: Any, tokenizer: Any) -> Any:

@@ -13,7 +13,10 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.utils import logging
 
+from ..data import tokenization
+from ..engine.graph_cache import first_line
 from ..memories.base import is_int
 from ..settings.recurrence import BUNDLED
 from ..utils import checkpoints
@@ -22,14 +25,15 @@ from ..utils.digests import damaged_file
 from ..utils.files import finish_replacement
 from ..utils.parsing import read_json_object
 
+logger = logging.get_logger(__name__)
 _BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled"
 _HUB_TIMEOUT = 5  # seconds
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
-def load_config(name: str) -> PreTrainedConfig:
-    """Load a model's config alone."""
-    config = load_model(AutoConfig.from_pretrained, name)
+def load_config(name: str, **options: Any) -> PreTrainedConfig:
+    """Load a model's config alone. `options` are for `from_pretrained`."""
+    config = load_model(AutoConfig.from_pretrained, name, **options)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value: Any = getattr(config.get_text_config(), token, None)
         if any(is_int(one) and abs(one) >= 2**63 for one in (value if isinstance(value, list) else [value])):
@@ -169,3 +173,40 @@ def _no_model(path: Path) -> str:
     found = [folder for folder in checkpoints.list_checkpoints(path) if checkpoints.is_complete(folder)]
     hint = f" Its newest checkpoint is {found[-1]}." if found else ""
     return f"model {str(path)!r}: this run is not finished. Run the same train command again to go on.{hint}"
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(name: str, config: PreTrainedConfig | None = None, **options: Any) -> Any:
+    """Load a model's tokenizer. One that is missing, damaged or cannot be the model's is refused; one other than a
+    recurrent model was saved with is warned of.
+
+    Args:
+        config: the model's config; by default it is loaded.
+        **options: for `from_pretrained`.
+    """
+    config = load_config(name) if config is None else config
+    where, more = find(name)
+    advice = f"Save the model's own tokenizer there: tokenizer.save_pretrained({where!r})."
+    if Path(where).is_dir() and not more and not _tokenizer_files(Path(where)):
+        raise ValueError(f"model {name!r} has no tokenizer files. {advice}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **more, **options)
+    except Exception as error:  # of many kinds: damaged files make transformers and tokenizers fail anywhere
+        files = ", ".join(_tokenizer_files(Path(where))) or "on the Hub"
+        raise ValueError(
+            f"model {name!r}: its tokenizer ({files}) cannot be loaded ({first_line(error)}). {advice}"
+        ) from error
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    tokenization.check_tokenizer(tokenizer, vocabulary, name=f"the tokenizer of {name}", advice=advice)
+    recorded = getattr(config, "tokenizer_fingerprint", None)
+    if recorded is not None and tokenization.fingerprint(tokenizer) != recorded:
+        logger.warning("The tokenizer of %s is not the one that the model was saved with. %s", name, advice)
+    return tokenizer
+
+
+def _tokenizer_files(folder: Path) -> list[str]:
+    """The names of files that may be a tokenizer's."""
+    patterns = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.spm", "spiece*", "*bpe*", "tekken*")
+    return sorted({path.name for pattern in patterns for path in folder.glob(pattern)})

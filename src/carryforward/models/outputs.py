@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from ..config import RecurrentModelConfig
 from ..engine.batch_plan import BatchPlan
 from ..engine.window_batches import WindowBatch
 from ..state import State
@@ -21,6 +22,8 @@ class RecurrentOutput(ModelOutput):
     Attributes:
         loss: mean negative log-likelihood of the scored targets (or their sum over `num_items_in_batch`).
         logits: as in Hugging Face, in the layout of the input; None if labels were given, unless asked for.
+        hidden_states: if asked for, the input of the first layer and the output of each, as the base model gives them
+            (the last one after its final norm): one vector per token, from the window that gives the token's output.
         last_hidden_state: of a model without a head: one vector per token, in the layout of the input.
         nll_sum, n_scored: the sum behind the loss, in nats, and the number of its targets. Both add up over pieces.
         emitted: for encoders, the range of document tokens that each row's outputs belong to, [B, 2].
@@ -31,6 +34,7 @@ class RecurrentOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
     nll_sum: Tensor | None = None
     n_scored: Tensor | None = None
     emitted: Tensor | None = None
@@ -48,6 +52,7 @@ class OutputLayout:
     """
 
     def __init__(self, plan: BatchPlan, columns: Tensor | None, width: int):
+        self.plan, self.width = plan, width
         batches = plan.batches if plan.outputs else []
         output_columns = plan.output_columns(columns) if batches else torch.empty(0)
         selections = [batch.select_outputs(output_columns, width) for batch in batches]
@@ -67,6 +72,15 @@ class OutputLayout:
         rows, positions = batch.output_rows.to(outputs.device), batch.output_positions.to(outputs.device)
         return outputs[rows, positions - start if start else positions]
 
+    def hidden_states(self, selected: list[Tensor], config: RecurrentModelConfig, like: Tensor) -> tuple[Tensor, ...]:
+        """The hidden states of the base model's embeddings and layers, each [B, width, k], from those of each window
+        batch, [n, L + 1, k]."""
+        batch, base = len(self.plan.read), config.base_config
+        if not selected:
+            return (like.new_zeros(batch, self.width, base.hidden_size),) * (base.num_hidden_layers + 1)
+        targets = self.plan.index(self.targets)
+        return scatter_outputs(torch.cat(selected), targets, batch, self.width).unbind(2)
+
 
 def scatter_outputs(values: Tensor, targets: Tensor, batch: int, width: int, fill: float = 0.0) -> Tensor:
     """Outputs [n, ...] at their places in a call's outputs, [B, width, ...]."""
@@ -75,11 +89,13 @@ def scatter_outputs(values: Tensor, targets: Tensor, batch: int, width: int, fil
 
 
 def max_over_windows(plan: BatchPlan, first_tokens: list[Tensor]) -> Tensor | None:
-    """The maximum over windows of their first token's vector, [B, k]: of these windows, and of earlier calls'."""
+    """The maximum over windows of their first token's vector, [B, k]: of these windows, and of earlier calls'. Readings
+    that are not given out do not count."""
     batch, before = len(plan.read), plan.initial_state.summary
     parts = []
     for window_batch, vectors in zip(plan.batches, first_tokens, strict=True):
-        remaining = list(enumerate(window_batch.rows))
+        pairs = zip(window_batch.rows, window_batch.windows, strict=True)
+        remaining = [(i, row) for i, (row, window) in enumerate(pairs) if not window.is_read_again]
         while remaining:  # one window of each row at a time
             last = {row: i for i, row in remaining}
             lowest = vectors.new_full((batch, vectors.shape[1]), -torch.inf)

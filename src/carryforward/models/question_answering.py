@@ -39,12 +39,17 @@ class AnswerOutput(ModelOutput):
         loss: of the kinds, plus the mean of starts and ends; each a mean over the rows that have one.
         start_logits, end_logits: for every token of the documents, in the layout of the input; -inf at padding.
         kind_logits: [B, 4], in the order of `ANSWER_KINDS`.
+        null_logits: start and end score of the first token, a special one, in the window where they are lowest, [B, 2]:
+            by these, models that predict no kinds say that there is no answer. None without such a token.
+        hidden_states: if asked for, those of the embeddings and of each layer, at every token of the documents.
     """
 
     loss: Tensor | None = None
     start_logits: Tensor | None = None
     end_logits: Tensor | None = None
     kind_logits: Tensor | None = None
+    null_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
@@ -62,9 +67,11 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
 
     def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         """Scores for starts and ends [b, n, 2], and the first token's vector [b, k]."""
-        hidden = self.backbone(**inputs).last_hidden_state
+        outputs = self.backbone(**inputs)
+        hidden = outputs.last_hidden_state
         scores = torch.stack(answer_scores(self.base, hidden), dim=-1)
-        return scores, hidden[:, 0].clone()  # a view would keep every window alive
+        first_token = hidden[:, 0].clone()  # a view would keep every window alive
+        return scores, first_token, *self._hidden_states(inputs, outputs)
 
     def heads(self) -> list[tuple[str, nn.Module]]:
         """The heads by name: the base model's, and the one that predicts kinds of answers."""
@@ -113,6 +120,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
         *,
         overlap: int | None = None,
         use_state: bool | None = None,
+        output_hidden_states: bool | None = None,
         progress: Callable[[int], object] = lambda tokens: None,
         **others: Any,
     ) -> AnswerOutput:
@@ -129,6 +137,7 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             overlap: read at another overlap than the model was made for.
             use_state: False removes the state: every window stands alone (the paper's baseline). By default as in
                 training.
+            output_hidden_states: return the hidden states of the embeddings and of all layers at the document's tokens.
             progress: called after each window batch with the number of document tokens just read.
             **others: arguments of Hugging Face models that must not request anything here.
         """
@@ -158,19 +167,29 @@ class RecurrentForQuestionAnswering(RecurrentPreTrainedModel):
             real[layout.targets] = True
             answers = _answer_spans(start_positions, end_positions, real.view(len(input_ids), -1))
 
-        def make(batch: WindowBatch, scores: Tensor, first_token: Tensor) -> tuple[Tensor, ...]:
+        def make(batch: WindowBatch, scores: Tensor, first_token: Tensor, *hidden: Tensor) -> tuple[Tensor, ...]:
             progress(batch.num_scored)
-            return layout.select(batch, scores), first_token
+            selected = (layout.select(batch, values) for values in hidden)
+            return layout.select(batch, scores), first_token, scores[:, 0].clone(), *selected
 
-        results, _ = self._run(plan, OutputSpec(make))
-        scores = to_float32(torch.cat([scores for scores, _ in results]))
+        asks_hidden = self._asks_for_hidden_states(output_hidden_states)
+        results, flat = self._run(plan, OutputSpec(make, hidden_states=asks_hidden))
+        scores = to_float32(torch.cat([one[0] for one in results]))
         logits = scatter_outputs(scores, plan.index(layout.targets), len(input_ids), plan.width, -torch.inf)
-        summary = max_over_windows(plan, [first_token for _, first_token in results])
+        summary = max_over_windows(plan, [one[1] for one in results])
         assert summary is not None, "every document has a window"
         kind_logits = to_float32(self.kinds(summary.to(self.kinds.weight.dtype)))
         loss = None if answers is None else _loss(logits, answers, kind_logits, answer_kinds)
         start_logits, end_logits = logits.unbind(-1)
-        return AnswerOutput(loss=loss, start_logits=start_logits, end_logits=end_logits, kind_logits=kind_logits)
+        null_logits = None
+        if self.config.recurrence.prefix:
+            highest = max_over_windows(plan, [-to_float32(one[2]) for one in results])
+            null_logits = None if highest is None else -highest
+        states = layout.hidden_states([one[-1] for one in results], self.config, flat) if asks_hidden else None
+        return AnswerOutput(
+            loss=loss, start_logits=start_logits, end_logits=end_logits, kind_logits=kind_logits,
+            null_logits=null_logits, hidden_states=states,
+        )  # fmt: skip
 
 
 def _checked_positions(name: str, positions: Tensor | None, real: Tensor) -> Tensor:

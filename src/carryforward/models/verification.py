@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..backbones import attention
+from ..backbones import attention, own_attention
 from ..backbones.architectures import architecture_of
 from ..backbones.attention import unwrapped_name
 from ..backbones.discovery import probe_ids
@@ -116,6 +115,22 @@ class _Probe:
         """The base model's last hidden states."""
         return call_backbone(self.backbone, ids, **kwargs).last_hidden_state
 
+    def observed(self, observation: Observation) -> contextlib.AbstractContextManager[None]:
+        """Record the calls of attention inside."""
+        return observed_attention(self.backbone, observation, self.architecture.own_attention)
+
+    def of_layers(self, calls: Sequence[AttentionCall]) -> list[AttentionCall | None]:
+        """For each layer its first call of attention, or None. A module that computes several layers is called for
+        them in order."""
+        by_module: dict[Any, list[AttentionCall]] = {}
+        for call in calls:
+            by_module.setdefault(call.module, []).append(call)
+        modules = [layer.get_submodule(self.architecture.attention)
+                   for layer in self.architecture.layers_in_order(self.backbone)]  # fmt: skip
+        shared = [modules[:number].count(module) for number, module in enumerate(modules)]
+        of_layer = [by_module.get(module, [])[count:] for module, count in zip(modules, shared, strict=True)]
+        return [calls[0] if calls else None for calls in of_layer]
+
     @property
     def causal_head(self) -> bool:
         """Whether the model predicts tokens from left to right."""
@@ -176,10 +191,7 @@ def _state_arrives(probe: "_Probe") -> str:
     with _kernel_calls() as calls:
         model(probe.ids[:, WINDOW + 1 :], state=state)
     carried = state.memory["kv"]
-    by_module: dict[Any, AttentionCall] = {call.module: call for call in calls}
-    layers = probe.architecture.layer_list(probe.backbone)
-    for number, layer in enumerate(layers, start=1):
-        call = by_module.get(layer.get_submodule(probe.architecture.attention))
+    for number, call in enumerate(probe.of_layers(calls), start=1):
         if call is None:
             return f"no key of layer {number} reaches an attention function that is known"
         keys = call.key[:, :, : carried.shape[-2]]
@@ -197,16 +209,17 @@ def _vectors_enter(probe: "_Probe") -> str:
     state = model.advance_state(probe.ids[:, : WINDOW + 1])
     model.memory.read(state.memory, context)
     inserted, own = Observation(), Observation()
-    with observed_attention(probe.backbone, inserted):
+    with probe.observed(inserted):
         model(probe.ids[:, WINDOW + 1 :], state=state)
-    layers = probe.architecture.layer_list(probe.backbone)
-    with observed_attention(probe.backbone, own), _first_hidden_states(layers, context.slots):
+    layers = probe.architecture.layers_in_order(probe.backbone)
+    with probe.observed(own), _first_hidden_states(layers, context.slots):
         probe.hidden(probe.ids[:, :WINDOW])
-    for number, layer in enumerate(layers, start=1):
-        module = layer.get_submodule(probe.architecture.attention)
-        given, expected = (next(call for call in one.attention if call.module is module) for one in (inserted, own))
-        pairs = ((given.key, expected.key), (given.value, expected.value))
-        if not all(probe.is_close(x[:, :, 0], y[:, :, 0]) for x, y in pairs):
+    pairs = zip(probe.of_layers(inserted.attention), probe.of_layers(own.attention), strict=True)
+    for number, (given, expected) in enumerate(pairs, start=1):
+        assert given is not None
+        assert expected is not None
+        if not all(probe.is_close(x[:, :, 0], y[:, :, 0])
+                   for x, y in ((given.key, expected.key), (given.value, expected.value))):  # fmt: skip
             return f"a vector does not enter layer {number} as a token's hidden state does"
     return ""
 
@@ -227,7 +240,7 @@ def _two_windows(probe: "_Probe") -> str:
     """A window that carries all of the window before is a text in which the second half sees the first."""
     model = probe.recurrent(KVMemoryConfig(recent=WINDOW - 1, sinks=1))
     alone, together = Observation(), Observation()
-    with observed_attention(probe.backbone, alone):
+    with probe.observed(alone):
         probe.hidden(probe.ids[:1, :WINDOW])
     for call in alone.attention:
         own = call.visible()[:1, :1]
@@ -238,7 +251,7 @@ def _two_windows(probe: "_Probe") -> str:
             ~visible, torch.finfo(call.query.dtype).min
         )
         together.masks[call.module] = added if is_eager else visible
-    with observed_attention(probe.backbone, together):
+    with probe.observed(together):
         expected = probe.hidden(probe.ids)
     if not probe.is_close(model(probe.ids).last_hidden_state, expected):
         return "two windows that carry everything are not one text"
@@ -263,15 +276,18 @@ def _token_by_token(probe: "_Probe") -> str:
 def _first_hidden_states(layers: Iterable[nn.Module], vectors: dict[int, Tensor]) -> Iterator[None]:
     """Inside, the first position of each layer's input is a vector [B, 1, k]."""
 
-    def replace(vector: Tensor, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def replace(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        vector = waiting[layer].pop(0)
         hidden = args[0] if args else kwargs["hidden_states"]
         hidden = torch.cat([vector.to(hidden), hidden[:, 1:]], dim=1)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
+    waiting: dict[nn.Module, list[Tensor]] = {}
+    for number, layer in enumerate(layers, start=1):
+        waiting.setdefault(layer, []).append(vectors[number])
     with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(layers, start=1):
-            handle = layer.register_forward_pre_hook(partial(replace, vectors[number]), with_kwargs=True)
-            stack.callback(handle.remove)
+        for layer in waiting:
+            stack.callback(layer.register_forward_pre_hook(replace, with_kwargs=True).remove)
         yield
 
 
@@ -290,9 +306,10 @@ def _kernel_calls() -> Iterator[list[AttentionCall]]:
 
         return record
 
-    eager = attention.eager_attention_of
+    eager, method = attention.eager_attention_of, own_attention.method_attention
     with (
         mock.patch.object(attention, "sdpa_attention_forward", recorded(attention.sdpa_attention_forward)),
+        mock.patch.object(own_attention, "method_attention", recorded(method)),
         mock.patch.object(attention, "eager_attention_of", lambda module: recorded(eager(module))),
     ):
         yield calls

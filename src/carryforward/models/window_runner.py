@@ -76,6 +76,8 @@ class WindowRunner(PreTrainedModel):
         inputs: dict[str, Any] = {
             "input_ids": ids, "attention_mask": window.mask, "hook_context": context, "return_dict": True,
         }  # fmt: skip
+        if window.hidden_states:
+            inputs["output_hidden_states"] = True
         if window.token_types is not None:
             inputs["token_type_ids"] = window.token_types
         state = None if window.state is None else self.memory.unflatten(window.state)
@@ -99,7 +101,8 @@ class WindowRunner(PreTrainedModel):
 
     def _shifted_positions(self, window: WindowInputs) -> Tensor | None:
         """The positions of a window batch [1 or b, n], behind what is carried; None where the base model counts by
-        itself. The prefix keeps its own, and so do the first windows of a block, which receive nothing."""
+        itself. The prefix keeps its own, and so do the first windows of a block, which receive nothing. A suffix stands
+        behind what its window sees on its right."""
         links, device = window.links, window.ids.device
         rows, width = window.ids.shape
         slots = None if links is None else links.slots
@@ -110,9 +113,13 @@ class WindowRunner(PreTrainedModel):
         positions = torch.arange(width, device=device)[None]
         shifted = positions + (shift if isinstance(shift, int) else shift[:, None])
         shifted = torch.where(positions < prefix, positions, shifted)
-        if links is None or slots is not None or not links.num_first:
+        if links is None or slots is not None:
             return shifted
-        return torch.cat([positions.expand(links.num_first, -1), shifted.expand(rows, -1)[links.num_first :]])
+        if links.num_first:
+            shifted = torch.cat([positions.expand(links.num_first, -1), shifted.expand(rows, -1)[links.num_first :]])
+        if links.num_right is None:
+            return shifted
+        return shifted + torch.where(positions >= links.next_start, links.num_right[:, None], 0)
 
     def _with_memory_positions(self, count: MemoryPositions, positions: Tensor | None, ids: Tensor) -> Tensor:
         """The positions of a window [1 or b, n] with those of the memory around it. Behind an encoder's window they
@@ -128,6 +135,14 @@ class WindowRunner(PreTrainedModel):
     def _window_outputs(self, inputs: dict[str, Any], start: int) -> tuple[Tensor, ...]:
         """What the head's output is made of, as in `WindowOutputs`; positions count from `start` on."""
         raise NotImplementedError
+
+    @staticmethod
+    def _hidden_states(inputs: dict[str, Any], outputs: Any, start: int = 0) -> tuple[Tensor, ...]:
+        """The base model's hidden states of all layers at positions from `start` on, [b, n, L + 1, k], if its inputs
+        ask for them."""
+        if "output_hidden_states" not in inputs:
+            return ()
+        return (torch.stack(outputs.hidden_states, dim=2)[:, start:],)
 
     def _window_loss(self, inputs: dict[str, Any], window: WindowInputs) -> Tensor:
         """The summed loss of a window's positions from `window.start` on."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answer questions about documents of any length: text, characters and probability of each answer."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from transformers.utils import logging
 from ..backbones.modes import eval_mode
 from ..data.samples import batch_by_length, pad
 from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
+from ..distributed.work_map import WorkMap
 from ..models import argument_checks
-from ..models.loading import load_tokenizer
+from ..models.model_files import load_tokenizer
 from ..models.question_answering import ANSWER_KINDS, RecurrentForQuestionAnswering
 from ..utils.checks import check_count, check_flag
 from ..utils.peft import get_recurrent_model
@@ -116,20 +119,24 @@ def tokenise_questions(
     """Tokenise questions for `answer_all`; refuse those that do not fit into the model's windows, naming their id."""
     overlap = argument_checks.check_overlap(model.config, overlap)
     check_tokenizer(tokenizer, model.config.vocab_size)
+    return [_check_fits(model, tokenised, overlap) for tokenised in tokenise_pairs(questions, tokenizer)]
+
+
+def tokenise_pairs(questions: Sequence[Question], tokenizer: Any) -> Iterator[TokenisedQuestion]:
+    """Tokenise questions and their documents. Refuses those without words, naming their id."""
     for question in questions:
         for name, text in zip(_names(question), (question.question, question.document), strict=True):
             check_text(name, text)
     question_tokens = tokenise_texts(tokenizer, [question.question for question in questions], offsets=False)
     document_tokens = tokenise_texts(tokenizer, [question.document for question in questions], offsets=True)
-    tokenised: list[TokenisedQuestion] = []
     with ProgressBar("tokenising", len(questions), "questions", library=True) as bar:
         for question, (question_ids, _), (ids, offsets) in zip(
             questions, question_tokens, document_tokens, strict=True
         ):
-            tokenised.append(TokenisedQuestion(question, question_ids, ids.astype(np.int32), offsets.astype(np.int32)))
-            _check_fits(model, tokenised[-1], overlap)
+            tokenised = TokenisedQuestion(question, question_ids, ids.astype(np.int32), offsets.astype(np.int32))
+            _check_not_empty(tokenised)
+            yield tokenised
             bar.advance(1)
-    return tokenised
 
 
 def answer_all(
@@ -143,10 +150,12 @@ def answer_all(
     use_state: bool | None = None,
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda tokens: None,
+    work_map: WorkMap | None = None,
 ) -> list[list[PredictedAnswer]]:
     """Find the best answers to many questions, in their order.
 
-    Arguments are those of `answer`; `progress` is called with the number of document tokens just read.
+    Arguments are those of `answer`; `progress` is called with the number of document tokens just read, and `work_map`
+    divides the batches among the processes of a command, which must all make this call.
     """
     check_count("top_k", top_k)
     check_count("max_answer_tokens", max_answer_tokens)
@@ -155,8 +164,11 @@ def answer_all(
     predicts_kinds = model.predicts_kinds
     if allow_none and not predicts_kinds:
         logger.warning_once("The model was not trained to predict that there is no answer, and will always give one.")
-    answers: list[list[PredictedAnswer]] = [[] for _ in questions]
-    for rows in batch_by_length([len(question.document_ids) for question in questions], batch_size):
+    lengths = [len(question.document_ids) for question in questions]
+    batches = batch_by_length(lengths, batch_size)
+
+    def work(number: int) -> list[list[PredictedAnswer]]:
+        rows = batches[number]
         documents = pad([torch.from_numpy(questions[i].document_ids).long() for i in rows])
         with eval_mode(model), torch.inference_mode():
             out = model(
@@ -166,24 +178,39 @@ def answer_all(
             )  # fmt: skip
         kinds = out.kind_logits if predicts_kinds else torch.tensor([[0.0, *[-torch.inf] * 3]]).expand(len(rows), -1)
         logits = [tensor.float().cpu() for tensor in (out.start_logits, out.end_logits, kinds)]
-        for i, starts, ends, kinds in zip(rows, *logits, strict=True):
-            length = len(questions[i].document_ids)
-            answers[i] = best_answers(
-                (starts[:length], ends[:length], kinds), questions[i].question.document, questions[i].offsets,
+        return [
+            best_answers(
+                (starts[: lengths[i]], ends[: lengths[i]], kinds), questions[i].question.document, questions[i].offsets,
                 top_k=top_k, max_answer_tokens=max_answer_tokens, allow_none=allow_none,
-            )  # fmt: skip
+            )
+            for i, starts, ends, kinds in zip(rows, *logits, strict=True)
+        ]  # fmt: skip
+
+    sizes = [sum(lengths[i] for i in rows) for rows in batches]
+    done = (work_map or WorkMap())(sizes, work, finish=_as_json, progress=progress)
+    answers: list[list[PredictedAnswer]] = [[] for _ in questions]
+    for i, candidates in zip(chain(*batches), chain(*done), strict=True):
+        answers[i] = [PredictedAnswer(*fields) for fields in candidates]
     return answers
 
 
-def _check_fits(model: RecurrentForQuestionAnswering, tokenised: TokenisedQuestion, overlap: int) -> None:
-    """Refuse empty texts, and questions that leave too little of a window for the document."""
-    recurrence = model.config.recurrence
+def _as_json(answers: list[list[PredictedAnswer]]) -> list[list[list[Any]]]:
+    return [[list(dataclasses.astuple(one)) for one in candidates] for candidates in answers]
+
+
+def _check_not_empty(tokenised: TokenisedQuestion) -> None:
     name, document = _names(tokenised.question)
-    question_ids = tokenised.question_ids
     if not tokenised.question.document.strip() or not len(tokenised.document_ids):
         raise ValueError(f"{document} has no words: there is no text to find an answer in.")
-    if not len(question_ids):
+    if not len(tokenised.question_ids):
         raise ValueError(f"{name} is empty.")
+
+
+def _check_fits(model: RecurrentForQuestionAnswering, tokenised: TokenisedQuestion, overlap: int) -> TokenisedQuestion:
+    """Refuse questions that leave too little of a window for the document."""
+    recurrence = model.config.recurrence
+    name, _ = _names(tokenised.question)
+    question_ids = tokenised.question_ids
     room = recurrence.window - sum(map(len, (recurrence.prefix, question_ids, recurrence.separator, recurrence.suffix)))
     needed = recurrence.min_capacity(overlap)
     if room < needed:
@@ -193,6 +220,7 @@ def _check_fits(model: RecurrentForQuestionAnswering, tokenised: TokenisedQuesti
             f"document, and needs {needed}{at_overlap}. Use a shorter question, "
             f"{'a smaller overlap, ' * bool(overlap)}or a model that has larger windows or carries less."
         )
+    return tokenised
 
 
 def _names(question: Question) -> tuple[str, str]:

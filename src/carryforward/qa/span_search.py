@@ -37,7 +37,13 @@ def _is_mark(character: str) -> bool:
 
 
 def best_spans(
-    starts: Tensor, ends: Tensor, offsets: tuple[np.ndarray, np.ndarray], top_k: int, max_tokens: int
+    starts: Tensor,
+    ends: Tensor,
+    offsets: tuple[np.ndarray, np.ndarray],
+    top_k: int,
+    max_tokens: int,
+    *,
+    normalise: bool = True,
 ) -> list[tuple[int, int, float]]:
     """The most probable spans: first token, last token, and share of the probability of all spans that are allowed.
 
@@ -49,20 +55,24 @@ def best_spans(
         offsets: start and end of each token's characters, from `trim_offsets`; tokens with an empty range are excluded.
         top_k: number of spans.
         max_tokens: length of the longest span that is allowed.
+        normalise: False takes `starts` and `ends` as log-probabilities, and returns their products instead, which need
+            not add up to 1: a start and an end that are drawn independently may be no span.
     """
     max_tokens, empty = min(max_tokens, len(starts)), offsets[0] >= offsets[1]
-    starts, ends = (
-        logits.masked_fill(torch.from_numpy(empty), -torch.inf).log_softmax(-1) for logits in (starts, ends)
-    )
+    starts, ends = (logits.masked_fill(torch.from_numpy(empty), -torch.inf) for logits in (starts, ends))
+    if normalise:
+        starts, ends = starts.log_softmax(-1), ends.log_softmax(-1)
     first = torch.from_numpy(_outermost(offsets[0], empty, 1))
     last = torch.from_numpy(_outermost(offsets[1], empty, -1))
     # views [N, max_tokens]: for every start token, the score and the outermost last token of each end
     end_scores = F.pad(ends, (0, max_tokens - 1), value=-torch.inf).unfold(0, max_tokens, 1)
     last_tokens = F.pad(last, (0, max_tokens - 1), value=0).unfold(0, max_tokens, 1)
     chunks = [*_chunks(first, max_tokens)]
-    # Python floats: small tensors kept between large ones that are freed would fragment the memory
-    sums = [(starts[chunk, None] + end_scores[chunk]).flatten().logsumexp(0).item() for chunk in chunks]
-    total = torch.tensor(sums, dtype=starts.dtype).logsumexp(0)
+    total = torch.zeros((), dtype=starts.dtype)
+    if normalise:
+        # Python floats: small tensors kept between large ones that are freed would fragment the memory
+        sums = [(starts[chunk, None] + end_scores[chunk]).flatten().logsumexp(0).item() for chunk in chunks]
+        total = torch.tensor(sums, dtype=starts.dtype).logsumexp(0)
     spans: list[tuple[int, int, float]] = []
     for chunk in chunks:
         shares = (starts[chunk, None] + end_scores[chunk] - total).exp()

@@ -12,8 +12,8 @@ from transformers import AutoModel, AutoModelForQuestionAnswering, set_seed
 from ..config import RecurrentModelConfig
 from ..data.tokenization import tokenise_texts
 from ..models.add_recurrence import add_recurrence
-from ..models.loading import describe, load_question_answering, load_tokenizer
-from ..models.model_files import load_model
+from ..models.loading import describe, load_question_answering
+from ..models.model_files import load_model, load_tokenizer
 from ..models.question_answering import RecurrentForQuestionAnswering
 from ..settings.commands import QuestionSettings
 from ..training.callbacks import ResumableEarlyStoppingCallback, use_progress_bar

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..presets import (
     COMBINED_WITH,
+    DEFAULT_GROUP_WINDOWS,
     DEFAULT_KEY_SIZE,
     DEFAULT_MEMORY_TOKENS,
     DEFAULT_SINKS,
@@ -26,7 +27,7 @@ BUNDLED = "bundled"  # the model that comes with the package
 OVERLAP = "Tokens shared by consecutive windows."
 PRESET = "What passes from window to window: recommended (keys and values) or paper (a pooled vector)."
 DEFAULT_WINDOW = f"2/3 of the model's positions, at most {MAX_DEFAULT_WINDOW}; paper: {PAPER_WINDOW}"
-DEFAULT_RECENT = "half a window, less the sinks"
+DEFAULT_RECENT = "half a window, or --right, less the sinks"
 REACH = "Positions of its past that a window sees: a number (2000), or memory for the state (64MB)."
 DEFAULT_REACH = "half a window"
 RECENT = "Most recent positions whose keys and values are carried."
@@ -37,12 +38,16 @@ GROUP = "Neighbouring positions that are averaged (merged) or looked up together
 DEFAULT_GROUP = "merged: 4, lookup: 32"
 ARCHIVE = "Positions kept to be looked up (lookup), which no window attends to otherwise."
 DEFAULT_ARCHIVE = "4096"
+RIGHT = "Encoders: first positions of the window after it that a window sees."
+GROUP_WINDOWS = "Windows of a group, inside which windows see the one after them (with --right)."
 MEMORY = "Memory: kv (keys and values), vector (pooled), tokens, associative; kv beside vector or associative."
 MEMORY_TOKENS = "tokens, associative: number of memory tokens."
 KEY_SIZE = "associative: size of keys and queries."
 POOLED_LAYERS_HELP = "vector: layers that are pooled: all, last, or below (those below --insert-at)."
 HIDDEN_SIZES_HELP = "vector: sizes of its network's hidden layers."
-CORPUS = "Corpus: wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl file, a Hub dataset, or python-docs."
+CORPUS = (
+    "Corpus: wikitext-103, pg19, NAME=FOLDER, a folder, a .txt, .jsonl or .parquet file, a Hub dataset, python-docs."
+)
 
 
 def kv_setting(default: Any, help: str, shown: str | None = None) -> Any:
@@ -72,6 +77,8 @@ class RecurrentSettings(Settings):
     selection: str | None = kv_setting(None, SELECTION, shown=FAR_SELECTIONS[0])
     group: int | None = kv_setting(None, GROUP, shown=DEFAULT_GROUP)
     archive: int | None = kv_setting(None, ARCHIVE, shown=DEFAULT_ARCHIVE)
+    right: int | None = kv_setting(None, RIGHT, shown="0")
+    group_windows: int | None = kv_setting(None, GROUP_WINDOWS, shown=str(DEFAULT_GROUP_WINDOWS))
     slots: int | None = vector_setting(None, "vector: number of vectors.", shown="1")
     insert_at: tuple[str, ...] | None = vector_setting(
         None, "vector: layers that receive it, counted from 1, or all.", shown="2"
@@ -100,7 +107,8 @@ class RecurrentSettings(Settings):
         super().__post_init__()
         at_least(1, self, "window", "recent", "group", "archive", "slots", "hidden_sizes", "memory_tokens", "key_size",
                  "bptt_windows")  # fmt: skip
-        at_least(0, self, "overlap", "sinks", "far", "init_std")
+        at_least(0, self, "overlap", "sinks", "far", "right", "init_std")
+        at_least(2, self, "group_windows")
         choices_of = {"pooling": POOLINGS, "pooled_layers": POOLED_LAYERS, "selection": FAR_SELECTIONS}
         for name, choices in choices_of.items():
             if getattr(self, name) not in (None, *choices):
@@ -119,6 +127,11 @@ class RecurrentSettings(Settings):
         if self.selection is not None and not self.far:
             raise ValueError(
                 f"--selection {self.selection}: it chooses far positions, and none are carried. Give --far as well."
+            )
+        if self.group_windows is not None and not self.right:
+            raise ValueError(
+                f"--group-windows {self.group_windows}: without --right windows see nothing after them. Give --right "
+                "as well."
             )
 
     def as_json(self) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from transformers import PreTrainedConfig
 from ..config import RecurrentModelConfig
 from ..memories.reach import memory_with_reach
 from ..models.add_recurrence import recurrence_of
+from ..models.base import RecurrentPreTrainedModel
+from ..models.files.model_card import CARD, write_files
 from ..settings.commands import QuestionSettings, TrainSettings
 from ..settings.recurrence import RecurrentSettings
 from ..utils import console
@@ -142,14 +144,19 @@ def save_run(
 ) -> dict[str, Any]:
     """Save the model and finish the run's record, with `outcome` as the entries of this kind of job. Returns it."""
     files: dict[str, str] = {}
+    steps = {"steps": trainer.state.global_step, "best_step": trainer.state.best_global_step}
+    outcome = {**provenance(str(trainer.args.device)), **steps, **outcome}
     weights = gathered_weights(trainer, model)
     if run.writes:
         with atomic_folder(run.folder) as beside:
             model.save_pretrained(beside, state_dict=weights)
-            tokenizer.save_pretrained(beside)
-            files = digest_files(beside, sorted(path for path in beside.rglob("*") if path.is_file()))
-    steps = {"steps": trainer.state.global_step, "best_step": trainer.state.best_global_step}
-    run.finish({**provenance(str(trainer.args.device)), **steps, **outcome, "files": files})
+            if getattr(model, "tokenizer", None) is None:  # a recurrent model saves its own
+                tokenizer.save_pretrained(beside)
+            if isinstance(model, RecurrentPreTrainedModel):
+                write_files(model, beside, run.folder, {**run.record, **outcome})
+            # but not the card, which users edit
+            files = digest_files(beside, sorted(p for p in beside.rglob("*") if p.is_file() and p.name != CARD))
+    run.finish({**outcome, "files": files})
     trainer.accelerator.wait_for_everyone()
     return run.record
 

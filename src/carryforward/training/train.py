@@ -17,7 +17,8 @@ from ..data.corpora import ALL, available_splits, has_own_splits
 from ..data.documents import Documents, load_documents
 from ..models.add_recurrence import add_recurrence, ensure_architecture, recurrence_of
 from ..models.causal_lm import RecurrentForCausalLM
-from ..models.loading import Loaded, describe_causal, load_causal, load_tokenizer
+from ..models.loading import Loaded, describe_causal, load_causal
+from ..models.model_files import load_tokenizer
 from ..settings.commands import TrainSettings
 from ..utils import checkpoints, console
 from ..utils.files import delete_folder

@@ -22,7 +22,7 @@ def get_recurrent_model(model: Any) -> Any:
 def check_no_adapters(model: Any) -> None:
     """Refuse to add recurrence to a model with adapters: its weights are saved under the base model's names."""
     has_layers = isinstance(model, nn.Module) and any(hasattr(part, "base_layer") for part in model.modules())
-    if _is_peft_model(model) or _has_own_adapters(model) or has_layers:
+    if _is_peft_model(model) or has_own_adapters(model) or has_layers:
         raise ValueError(
             f"{type(model).__name__} has adapters, which could not be loaded again once recurrence is added. Merge "
             "them first (peft's merge_and_unload), or add recurrence first and adapters to the recurrent model."
@@ -32,7 +32,7 @@ def check_no_adapters(model: Any) -> None:
 def check_memory_saved(model: Any) -> None:
     """Refuse to save a model whose trained memory would be lost: after `add_adapter`, only adapters are saved."""
     trained = any(parameter.requires_grad for parameter in model.memory.parameters())
-    if _has_own_adapters(model) and trained and not hasattr(model.memory, "modules_to_save"):
+    if has_own_adapters(model) and trained and not hasattr(model.memory, "modules_to_save"):
         raise ValueError(
             'the trained memory would not be saved with the adapters: set modules_to_save=["memory"] in their config.'
         )
@@ -40,7 +40,7 @@ def check_memory_saved(model: Any) -> None:
 
 def check_trainable_adapters(model: Any) -> None:
     """Refuse adapters that `Trainer` saves but cannot load again, so that the best checkpoint would be lost."""
-    if _has_own_adapters(model):
+    if has_own_adapters(model):
         raise ValueError("to train adapters, use peft's get_peft_model(model, ...) instead of model.add_adapter(...).")
     if _is_peft_model(model) and (model.active_adapters != _DEFAULT or [*model.peft_config] != _DEFAULT):
         raise ValueError(
@@ -59,6 +59,6 @@ def _is_peft_model(model: Any) -> bool:
     return hasattr(model, "get_base_model")
 
 
-def _has_own_adapters(model: Any) -> bool:
+def has_own_adapters(model: Any) -> bool:
     """Whether adapters were added with transformers' `add_adapter`."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))

@@ -118,7 +118,7 @@ class CacheRows(Cache):
             layouts: of all layers; empty if they stand there as they are.
         """
         keys, values = self.kv[layer][rows, :, :, self._state_columns[layer + 1] :].unbind(1)
-        return (layouts[layer].keys(keys), layouts[layer].values(values)) if layouts else (keys, values)
+        return layouts[layer].from_cache(keys, values) if layouts else (keys, values)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(rows, device=self._tokens.device)
@@ -147,8 +147,3 @@ class CacheRows(Cache):
             pending=torch.tensor(pending), read=torch.tensor(read),
             origin=torch.tensor(origins) if any(origins) else None, signature=self._signature, model=self._model,
         )  # fmt: skip
-
-
-def of_layer(kv: KV, layout: KVLayout) -> KV:
-    """Keys and values of a layer from those of a state."""
-    return layout.layer_keys(kv[0]), layout.layer_values(kv[1])

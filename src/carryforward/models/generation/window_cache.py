@@ -23,7 +23,7 @@ from ...engine.graph_cache import first_line
 from ...memories.base import WindowRecord
 from ...state import State
 from ...windows import Span
-from .cache_rows import CacheRows, of_layer
+from .cache_rows import CacheRows
 
 CAPTURE_AFTER = 4  # tokens: a capture takes as long as a few
 
@@ -242,7 +242,7 @@ class WindowCache(CacheRows):
             self._visible[rows] = True if context.past_visible is None else context.past_visible
             # Carried keys and values go into the cache, from which attention reads them.
             self._past_kv = {
-                layer: of_layer(kv, model.kv_layouts[layer - 1]) if model.kv_layouts else kv
+                layer: model.kv_layouts[layer - 1].cached(kv) if model.kv_layouts else kv
                 for layer, kv in context.past_kv.items()
             }
             context.past_kv = {}
