@@ -22,7 +22,7 @@ from pygments.lexers import PythonLexer
 ROOT = Path(__file__).resolve().parent.parent
 # With pages, figures and results:
 FOLDERS = ["experiments", "benchmarks", "pretraining", "examples", "src/carryforward/bundled"]
-FILES = ["CHANGELOG.md", "LICENSE"]
+FILES = ["CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"]
 SUFFIXES = {".md", ".png", ".svg", ".json", ".yaml", ".txt", ".py"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s]+)(?=\))")  # not to a host, nor to a place on the same page
 CODE = re.compile(r"^(```|~~~).*?^\1[^\n]*$", re.DOTALL | re.MULTILINE)
