@@ -116,7 +116,7 @@ def _local_splits(source: str, path: Path, field: str) -> Splits:
         splits = (
             paper_corpora.wikitext(path)
             or _split_folders(path)
-            or _jsonl_folder(path, field)
+            or _json_corpora(path, field)
             or _split_files(path)
             or _flat_folder(path)
         )
@@ -124,7 +124,7 @@ def _local_splits(source: str, path: Path, field: str) -> Splits:
             raise ValueError(f"{source}: there is no text in this folder. Accepted: {_ACCEPTED}.")
         return splits
     if path.suffix == ".jsonl" and path.is_file():
-        return _jsonl_file(path, field)
+        return _json_corpora(path, field)
     if path.suffix.lower() == ".txt" and path.is_file():
         return {split: partial(_text_corpus, path.stem, split, path.parent, [path.name]) for split in ("train", ALL)}
     raise ValueError(
@@ -187,29 +187,54 @@ def _flat_folder(folder: Path) -> Splits:
     }
 
 
-def _jsonl_folder(folder: Path, field: str) -> Splits:
-    def corpus(split: str, file: str) -> Corpus:
-        path = folder / file
-        digest = partial(texts.digest_files, folder, [file], field)
-        read = partial(texts.read_json_lines, path, field)
-        return Corpus(_folder_name(folder), split, read, digest, texts.file_size(path))
+@dataclasses.dataclass(frozen=True)
+class JsonLines:
+    """The rows of a split in a file of JSON lines.
 
-    present = {path.name for path in folder.glob("*.jsonl")}
-    return {split: partial(corpus, split, file) for split, file in _match_splits(present, ".jsonl").items()}
+    Attributes:
+        name: of the source, for results.
+        belongs: whether a line, by its number from 1, belongs to the split.
+        whole: the file has no other split.
+    """
+
+    name: str
+    split: str
+    path: Path
+    belongs: Callable[[int], bool] = lambda number: True
+    whole: bool = True
+
+    def fingerprint(self, *settings: object) -> str:
+        parts = settings if self.whole else (*settings, self.split)
+        return texts.digest_files(self.path.parent, [self.path.name], *parts)
 
 
-def _jsonl_file(path: Path, field: str) -> Splits:
+def find_json_lines(path: Path) -> dict[str, JsonLines]:
+    """Return the splits of a .jsonl file, or of a folder that has {train,validation,test}.jsonl; none of other files.
+
+    A single file is divided as `open_corpus` divides documents.
+    """
+    if path.is_dir():
+        present = {file.name for file in path.glob("*.jsonl")}
+        return {
+            split: JsonLines(_folder_name(path), split, path / file)
+            for split, file in _match_splits(present, ".jsonl").items()
+        }
+    if path.suffix != ".jsonl" or not path.is_file():
+        return {}
     numbers = array("q", (number for number, line in enumerate(texts.read_lines(path), 1) if line.strip()))
     if not numbers:
         raise ValueError(f"{path} is empty: there is no document in it.")
-
-    def corpus(split: str, belongs: Callable[[int], bool]) -> Corpus:
-        digest = partial(texts.digest_files, path.parent, [path.name], field, split)
-        read = partial(texts.read_json_lines, path, field, belongs)
-        return Corpus(path.stem, split, read, digest, texts.file_size(path))
-
     splits = _hash_splits((f"line-{number}" for number in numbers), len(numbers), numbers)
-    return {split: partial(corpus, split, belongs) for split, belongs in splits.items()}
+    return {split: JsonLines(path.stem, split, path, belongs, False) for split, belongs in splits.items()}
+
+
+def _json_corpora(path: Path, field: str) -> Splits:
+    def corpus(lines: JsonLines) -> Corpus:
+        read = partial(texts.read_json_lines, lines.path, field, lines.belongs)
+        digest = partial(lines.fingerprint, field)
+        return Corpus(lines.name, lines.split, read, digest, texts.file_size(lines.path))
+
+    return {split: partial(corpus, lines) for split, lines in find_json_lines(path).items()}
 
 
 def _hash_splits(

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy and macro-F1 of classifiers of documents and of words, which read documents of any length whole."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..backbones.modes import eval_mode
+from ..data.labelled import TOKEN_CLASSIFICATION, LabelledDocuments
+from ..data.samples import batch_by_length, pad
+from ..models import argument_checks
+from ..models.encoders import RecurrentForSequenceClassification, RecurrentForTokenClassification
+from ..utils.checks import check_callable, check_count, check_flag
+from ..utils.peft import get_recurrent_model
+from ..windows import IGNORE
+
+
+@dataclass(frozen=True, eq=False)
+class ClassificationScore:
+    """Sums over a set of documents or words. Results can be added with +.
+
+    Attributes:
+        confusion: how many of each class (rows) were predicted as each class (columns), [C, C].
+        nats: their summed negative log-likelihood.
+    """
+
+    confusion: np.ndarray
+    nats: float = 0.0
+
+    def __add__(self, other: "ClassificationScore") -> "ClassificationScore":
+        return ClassificationScore(self.confusion + other.confusion, self.nats + other.nats)
+
+    @property
+    def scored(self) -> int:
+        """The number of documents or words."""
+        return int(self.confusion.sum())
+
+    @property
+    def loss(self) -> float | None:
+        return self.nats / self.scored if self.scored else None
+
+    @property
+    def accuracy(self) -> float | None:
+        return accuracy(self.confusion)
+
+    @property
+    def macro_f1(self) -> float | None:
+        return macro_f1(self.confusion)
+
+
+def accuracy(confusion: np.ndarray) -> float | None:
+    """The share that was predicted right; None if there is nothing.
+
+    >>> accuracy(np.array([[2, 1], [0, 1]]))
+    0.75
+    """
+    total = confusion.sum()
+    return float(np.trace(confusion) / total) if total else None
+
+
+def macro_f1(confusion: np.ndarray) -> float | None:
+    """The mean F1 of the classes that occur, or were predicted: each counts the same, however rare it is.
+
+    The F1 of a class is 2 · right / (occurrences + predictions).
+
+    >>> round(macro_f1(np.array([[2, 1, 0], [0, 1, 0], [0, 0, 0]])), 4)  # 4/5 and 2/3
+    0.7333
+    """
+    counts = confusion.sum(axis=0) + confusion.sum(axis=1)
+    seen = counts > 0
+    return float((2 * np.diag(confusion)[seen] / counts[seen]).mean()) if seen.any() else None
+
+
+def class_logits(
+    model: Any,
+    documents: LabelledDocuments,
+    *,
+    overlap: int | None = None,
+    use_state: bool = True,
+    batch_size: int = 8,
+    progress: Callable[[int], object] = lambda read: None,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Classify documents, the longest first: yield the index of each, and its logits, [1, C], or those of its tokens,
+    [N, C]. Arguments as in `classification_score`."""
+    of_tokens = documents.task == TOKEN_CLASSIFICATION
+    with eval_mode(model), torch.inference_mode():
+        for rows in batch_by_length(documents.lengths.tolist(), batch_size):
+            batch = pad([torch.from_numpy(documents[row]) for row in rows])
+            logits = model(**batch, overlap=overlap, use_state=use_state).logits.float().cpu().numpy()
+            for row, scores in zip(rows, logits, strict=True):
+                yield row, scores[: len(documents[row])] if of_tokens else scores[None]
+            progress(sum(len(documents[row]) for row in rows))
+
+
+def classification_score(
+    model: Any,
+    documents: LabelledDocuments,
+    *,
+    overlap: int | None = None,
+    use_state: bool = True,
+    batch_size: int = 8,
+    progress: Callable[[int], object] = lambda read: None,
+    predictions: list[np.ndarray] | None = None,
+) -> ClassificationScore:
+    """Score a classifier of documents or of tokens.
+
+    Args:
+        model: a recurrent sequence classifier or token classifier.
+        documents: from `load_labelled`, with the model's classes.
+        overlap: tokens that consecutive windows share; by default that of the config.
+        use_state: False removes the state: the control.
+        batch_size: documents in a batch.
+        progress: called with the number of tokens read.
+        predictions: a list that is filled with the class of each document, [1], or of each of its tokens, [N].
+    """
+    model = get_recurrent_model(model)
+    check_classifier(model, documents)
+    argument_checks.check_overlap(model.config, overlap)
+    check_count("batch_size", batch_size)
+    check_flag("use_state", use_state)
+    check_callable("progress", progress)
+    size, total = len(documents.classes), 0.0
+    confusion = np.zeros((size, size), dtype=np.int64)
+    predicted: list[np.ndarray] = [np.empty(0, np.int64)] * len(documents)
+    for index, logits in class_logits(
+        model, documents, overlap=overlap, use_state=use_state, batch_size=batch_size, progress=progress
+    ):
+        labels = documents.labels[index]
+        predicted[index] = logits.argmax(axis=-1)
+        scored = labels != IGNORE
+        true, scores = labels[scored], logits[scored].astype(np.float64)
+        np.add.at(confusion, (true, predicted[index][scored]), 1)
+        total += float((np.logaddexp.reduce(scores, axis=-1) - scores[np.arange(len(true)), true]).sum())
+    if predictions is not None:
+        predictions[:] = predicted
+    return ClassificationScore(confusion, total)
+
+
+def check_classifier(model: Any, documents: Any, name: str = "documents") -> None:
+    """Refuse a model that is no classifier, and documents that are not labelled with its classes."""
+    tasks = {
+        RecurrentForTokenClassification: TOKEN_CLASSIFICATION,
+        RecurrentForSequenceClassification: "classification",
+    }
+    task = next((task for cls, task in tasks.items() if isinstance(model, cls)), None)
+    if task is None:
+        raise ValueError(f"model: a recurrent classifier of documents or tokens is needed, not {type(model).__name__}.")
+    if not isinstance(documents, LabelledDocuments):
+        raise ValueError(f"{name} is a {type(documents).__name__}: give what load_labelled returns.")
+    if documents.task != task:
+        raise ValueError(f"{name} are labelled for {documents.task}, and the model is for {task}. Use another model.")
+    own = class_names(model.config)
+    if documents.classes != own:
+        raise ValueError(
+            f"{name} have the classes {', '.join(documents.classes)}, and the model {', '.join(own)}. Load them with "
+            "load_labelled(..., classes=class_names(model.config))."
+        )
+
+
+def class_names(config: Any) -> tuple[str, ...]:
+    """The names of a classifier's classes, in the order of their numbers."""
+    return tuple(str(config.id2label[number]) for number in sorted(config.id2label))
