@@ -22,12 +22,14 @@ def evaluate(
             metavar="MODEL", help="Run folders, model folders or Hub names.", show_default="the bundled model"
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for JSON, table, CSV and figure.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder for JSON, table, CSV, figure and predictions.")
+    ] = None,
     config: Config = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Measure perplexity and FLOPs on a corpus, at one or several overlaps, with and without the state."""
+    """Measure perplexity, masked tokens or classes, and FLOPs, at some overlaps, with and without the state."""
     with user_errors(out):
         from ..evaluation import report
         from ..evaluation.evaluate import check
@@ -39,7 +41,7 @@ def evaluate(
             check(name, settings)
         results = []
         for name in names:
-            results.append(evaluate_model(name, settings, device=device))
+            results.append(evaluate_model(name, settings, device=device, out=out))
             if out is not None:  # after each model: the next one may fail
                 report.save(results, out)
         typer.echo(json.dumps(results) if as_json else report.markdown(results))

@@ -107,6 +107,12 @@ class LabelledDocuments(Sequence[np.ndarray]):
             digest.update(ids.tobytes() + b"\0" + labels.tobytes() + b"\0")
         return digest.hexdigest()
 
+    def renumbered(self, classes: Sequence[str]) -> "LabelledDocuments":
+        """Return the same documents with other numbers for their classes, which must be among `classes`."""
+        numbers = np.array([*map(list(classes).index, self.classes), IGNORE])  # -100 is the last one: index -1
+        labels = [numbers[np.where(own == IGNORE, -1, own)] for own in self.labels]
+        return dataclasses.replace(self, labels=labels, classes=tuple(classes))
+
     def select(self, indices: Sequence[int]) -> "LabelledDocuments":
         """Return the documents with these indices, in this order."""
         lists: Any = {name: [getattr(self, name)[i] for i in indices] for name in ("ids", "labels", "texts")}
