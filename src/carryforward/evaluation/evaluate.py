@@ -116,8 +116,11 @@ def _write_predictions(result: dict[str, Any], predictions: list[list[str]], fol
         if lines:
             folder.mkdir(parents=True, exist_ok=True)
             parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
-            stem = result_stem(parts, (result["data"], result["settings"], row["overlap"], row["use_state"]))
-            write_text(folder / f"{stem}-predictions.jsonl", "".join(f"{line}\n" for line in lines))
+            arm = f"overlap-{row['overlap']}" + "-without-state" * (
+                result["model"]["recurrent"] and not row["use_state"]
+            )
+            name = f"{result_stem(parts, (result['data'], result['settings']))}-{arm}-predictions.jsonl"
+            write_text(folder / name, "".join(f"{line}\n" for line in lines))
 
 
 def _check_finite(score: dict[str, Any], name: str, overlap: int) -> None:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..backbones.architectures import architecture_of, is_known, is_supported, store_architecture
+from ..backbones.attention import unwrapped_name
 from ..backbones.discovery import NotUnderstood, discover
 from ..config import RecurrentModelConfig
 from ..settings.recurrence import BUNDLED
@@ -207,10 +208,9 @@ def _change_head(model: RecurrentPreTrainedModel, task: str, labels: dict[str, A
     config = copy.deepcopy(model.config.base_config)
     for field, value in labels.items():
         setattr(config, field, value)
-    headed = _ENCODER_TASKS[task][1].from_config(config).to(model.dtype)
-    for part, module in model.backbone.named_children():
-        if module is not None:
-            setattr(headed.base_model, part, module)
+    attention = unwrapped_name(config._attn_implementation)
+    headed = _ENCODER_TASKS[task][1].from_config(config, attn_implementation=attention).to(model.dtype)
+    headed.base_model.load_state_dict(model.backbone.state_dict(), strict=False)  # a pooler may be new, as the head is
     recurrence = RecurrentModelConfig(
         base_config=headed.config, recurrence=model.config.recurrence, initial_memory=model.config.initial_memory,
         verified=model.config.verified,

@@ -39,6 +39,7 @@ class DocumentTrainingArguments(BaseTrainingArguments):
         default=None, metadata={"help": "tokens to train on, in place of num_train_epochs"}
     )
     eval_tokens: int = field(default=2_000_000, metadata={"help": "tokens between validations, each with a checkpoint"})
+    eval_epochs: bool = field(default=False, metadata={"help": "validate after each epoch too"})
     save_tokens: int | None = field(default=None, metadata={"help": "tokens between additional checkpoints"})
     freeze_base: bool = field(default=False, metadata={"help": "train only the recurrence"})
 
@@ -59,7 +60,7 @@ class DocumentTrainingArguments(BaseTrainingArguments):
         for name in ("windows_per_sample", "eval_tokens", "train_tokens", "save_tokens"):
             value = getattr(self, name)
             check_count(name, value, optional=name in ("train_tokens", "save_tokens"))
-        for name in ("freeze_base", "use_state"):
+        for name in ("freeze_base", "use_state", "eval_epochs"):
             check_flag(name, getattr(self, name))
         if self.freeze_base and not self.use_state:
             raise ValueError("freeze_base trains only the recurrence, and use_state=False only the base: choose one.")
@@ -159,6 +160,11 @@ class DocumentTrainer(BaseTrainer):
         """Whether an interval, in tokens, ends with a step."""
         return self.tokens_after(step) // interval > self.tokens_after(step - 1) // interval
 
+    def validates_after(self, step: int) -> bool:
+        """Whether a validation is due after a step, also if training goes on."""
+        ends_epoch = self.args.eval_epochs and step % self.epoch_steps == 0
+        return ends_epoch or self.reaches(step, self.args.eval_tokens)
+
     def _adjust_resumed_state(self, checkpoint: str) -> None:
         if self.state.global_step < self.state.max_steps and self._was_the_end(checkpoint):
             validations = self._validations_before_end(self.state.global_step)
@@ -178,8 +184,7 @@ class DocumentTrainer(BaseTrainer):
     def _validations_before_end(self, end: int) -> list[dict[str, Any]]:
         """The log's validations, without that of the last step if only the end of training asked for it."""
         by_steps = bool(self.state.eval_steps) and end % self.state.eval_steps == 0
-        by_epochs = self.args.eval_strategy == "epoch" and end % self.epoch_steps == 0
-        scheduled = by_epochs or by_steps or self.reaches(end, self.args.eval_tokens)
+        scheduled = by_steps or self.args.eval_strategy == "epoch" or self.validates_after(end)
         return [entry for entry in self.validations if scheduled or entry["step"] != end]
 
     @property
@@ -249,7 +254,7 @@ class _TokenIntervalCallback(TrainerCallback):
         self.trainer.order.set_epoch(state.global_step // self.trainer.epoch_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.reaches(state.global_step, args.eval_tokens):
+        if self.trainer.validates_after(state.global_step):
             control.should_evaluate |= args.eval_strategy != "no"
             control.should_save |= args.save_strategy != "no"
         if args.save_tokens and self.trainer.reaches(state.global_step, args.save_tokens):

@@ -53,8 +53,7 @@ class MaskedTrainingArguments(DocumentTrainingArguments):
 class ClassificationTrainingArguments(DocumentTrainingArguments):
     """`TrainingArguments` of classifiers: they validate after each epoch too, and keep the best macro-F1."""
 
-    eval_strategy: str = "epoch"
-    save_strategy: str = "epoch"
+    eval_epochs: bool = True
     metric_for_best_model: str | None = "macro_f1"
     greater_is_better: bool | None = True
 
