@@ -171,17 +171,7 @@ def test_a_classifier_of_words(home, tmp_path):
     pairs = zip(itertools.chain(*rows), itertools.chain(*true), strict=True)
     right = [one == other for one, other in pairs]
     assert result["rows"][0]["accuracy"] == pytest.approx(sum(right) / len(right))
-    again = [
-        "train",
-        "--model",
-        own,
-        "--data",
-        home / "labels.jsonl",
-        "--task",
-        record["task"],
-        "--out",
-        tmp_path / "b",
-    ]
+    other = ["--data", home / "labels.jsonl", "--task", record["task"], "--out", tmp_path / "b"]
     assert "must have as many labels as tokens" in fail("train", "--model", own, *other, code=2)
 
 
