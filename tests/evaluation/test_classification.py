@@ -68,6 +68,10 @@ def test_refusals():
     documents = labelled("classification")
     with pytest.raises(ValueError, match="a recurrent classifier of documents or tokens is needed"):
         classification_score(tiny.recurrent("gpt2"), documents)
+    regression = encoders.model("bert", "sequence")
+    regression.config.problem_type = "regression"
+    with pytest.raises(ValueError, match="its problem_type is 'regression'"):
+        classification_score(regression, documents)
     with pytest.raises(ValueError, match="documents are labelled for classification, and the model is for token-class"):
         classification_score(encoders.model("bert", "token"), documents)
     with pytest.raises(ValueError, match="documents is a list: give what load_labelled returns"):

@@ -152,6 +152,11 @@ def check_classifier(model: Any, documents: Any, name: str = "documents") -> Non
         raise ValueError(f"{name} is a {type(documents).__name__}: give what load_labelled returns.")
     if documents.task != task:
         raise ValueError(f"{name} are labelled for {documents.task}, and the model is for {task}. Use another model.")
+    if model.config.problem_type not in (None, "single_label_classification"):
+        raise ValueError(
+            f"model: its problem_type is {model.config.problem_type!r}. One label a document is learned and scored: "
+            'use a model with "single_label_classification".'
+        )
     own = class_names(model.config)
     if documents.classes != own:
         raise ValueError(

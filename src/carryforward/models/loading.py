@@ -4,7 +4,7 @@
 import contextlib
 import copy
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,10 +197,22 @@ def load_encoder(name: str, task: str, classes: Sequence[str] | None = None) -> 
             for field, value in labels.items():
                 setattr(one, field, value)
     else:
-        model = load_model(_ENCODER_TASKS[task][1].from_pretrained, name, dtype=torch.float32, **labels)
+        with _without_warnings() if own_task != task else contextlib.nullcontext():  # of weights of another head
+            model = load_model(_ENCODER_TASKS[task][1].from_pretrained, name, dtype=torch.float32, **labels)
         model = model.base if isinstance(model, RecurrentPreTrainedModel) else model
     tokenizer = load_tokenizer(name, config)
     return Loaded(name, _keep(model, tokenizer), tokenizer, run)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers' warnings are not shown."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _change_head(model: RecurrentPreTrainedModel, task: str, labels: dict[str, Any]) -> RecurrentPreTrainedModel:
