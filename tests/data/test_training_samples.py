@@ -99,9 +99,7 @@ def test_encoders_score_every_token_once_and_read_the_documents_own_windows(leng
     capacity, overlap = shape
     whole = list(windows.encoder_schedule(length, capacity + 3, overlap, **SPECIAL))
     pieces, scored = [], []
-    for start, stop, score_from, score_to in encoder_sample_spans(
-        length, capacity + 3, overlap, windows_per_sample, **SPECIAL
-    ):
+    for start, stop, score_from, score_to in encoder_sample_spans(whole, windows_per_sample):
         own = list(windows.encoder_schedule(stop - start, capacity + 3, overlap, **SPECIAL))
         for w in own:  # what the sample's labels leave of a window
             begin, end = max(start + w.score_from, score_from), min(start + w.score_to, score_to)
@@ -117,7 +115,7 @@ def test_parts_of_a_document_share_its_corruption():
     masking = Masking(4, (0, 1, 2, 3, 4), 60, probability=0.5)
 
     def cut(length):
-        return encoder_sample_spans(length, 13, 4, 2, **SPECIAL)
+        return encoder_sample_spans(windows.encoder_schedule(length, 13, 4, **SPECIAL), 2)
 
     samples = MaskedSamples([[9], document], cut, masking, seed=5)
     for epoch in (0, 2):

@@ -33,25 +33,28 @@ def sample_spans(length: int, window: int, overlap: int, windows_per_sample: int
         yield first.start, last.score_to, first.score_from
 
 
-def encoder_sample_spans(
-    length: int, window: int, overlap: int, windows_per_sample: int, *, prefix: int = 0, suffix: int = 0
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the (start, stop, score_from, score_to) of a document's samples for an encoder: tokens [start, stop) are
-    read, and [score_from, score_to) are scored. With an overlap, samples share tokens, each scored by one of them.
+def encoder_sample_spans(schedule: Iterable[Window], windows_per_sample: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the (start, stop, score_from, score_to) of a document's samples for an encoder, from its windows: tokens
+    [start, stop) are read, and [score_from, score_to) are scored. With an overlap, samples share tokens, each scored by
+    one of them.
 
-    >>> list(encoder_sample_spans(17, 10, 4, 2, prefix=1, suffix=1))
+    >>> list(encoder_sample_spans(windows.encoder_schedule(17, 10, 4, prefix=1, suffix=1), 2))
     [(0, 12, 0, 10), (8, 17, 10, 17)]
     """
-    schedule = windows.encoder_schedule(length, window, overlap, prefix=prefix, suffix=suffix)
     for first, last in _samples_of(schedule, windows_per_sample):
         yield first.start, last.end, first.score_from, last.score_to
 
 
 def _samples_of(schedule: Iterable[Window], windows_per_sample: int) -> Iterator[tuple[Window, Window]]:
-    """The first and the last window of each sample. Where documents may be cut is decided here alone."""
-    rest = list(schedule)
-    for i in range(0, len(rest), windows_per_sample):
-        yield rest[i], rest[min(i + windows_per_sample, len(rest)) - 1]
+    """The first and the last window of each sample. Between which windows a document may be cut is decided here."""
+    sample: list[Window] = []
+    for window in schedule:
+        if len(sample) == windows_per_sample:
+            yield sample[0], sample[-1]
+            sample = []
+        sample.append(window)
+    if sample:
+        yield sample[0], sample[-1]
 
 
 def make_sample(document: Any, start: int, stop: int, score_from: int) -> dict[str, Tensor]:

@@ -6,9 +6,8 @@ those of document classifiers are whole documents. Validation reads whole docume
 masked language model's, a share is scored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,9 +29,8 @@ from ..models.encoders import (
     RecurrentForTokenClassification,
 )
 from ..presets import MASK_PROBABILITY
-from ..utils.checks import check_count
 from ..utils.peft import get_recurrent_model
-from ..windows import IGNORE
+from ..windows import IGNORE, encoder_schedule
 from .document_trainer import DocumentTrainer, DocumentTrainingArguments
 
 
@@ -219,9 +217,13 @@ class TokenClassificationTrainer(_ClassificationBase):
 
 
 def _cut(recurrence: RecurrenceConfig, args: DocumentTrainingArguments) -> Cut:
-    """Where a document is cut into samples."""
-    check_count("windows_per_sample", args.windows_per_sample)
-    return partial(
-        encoder_sample_spans, window=recurrence.window, overlap=recurrence.overlap,
-        windows_per_sample=args.windows_per_sample, prefix=len(recurrence.prefix), suffix=len(recurrence.suffix),
-    )  # fmt: skip
+    """Where a document is cut into samples: between windows of its own schedule."""
+
+    def cut(length: int) -> Iterator[tuple[int, ...]]:
+        schedule = encoder_schedule(
+            length, recurrence.window, recurrence.overlap,
+            prefix=len(recurrence.prefix), suffix=len(recurrence.suffix),
+        )  # fmt: skip
+        return encoder_sample_spans(schedule, args.windows_per_sample)
+
+    return cut
