@@ -256,6 +256,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
                       tokenizer=encoders.tokenizer())  # fmt: skip
     with pytest.raises(ValueError, match="none of the 1 documents has a token to predict"):
         trainer(tmp_path, train=[[]])
+    with pytest.raises(ValueError, match="eval_dataset: no token was chosen to be predicted. Validate on more text"):
+        trainer(tmp_path, held_out=[[2, 4, 3]])
     with pytest.raises(ValueError, match="mask_probability=0 must be a number above 0"):
         trainer(tmp_path, mask_probability=0)
     with pytest.raises(ValueError, match="eval_dataset are labelled for token-classification"):

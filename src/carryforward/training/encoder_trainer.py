@@ -116,6 +116,9 @@ class MaskedTrainer(EncoderTrainer):
         samples = MaskedSamples(train_dataset, _cut(inner.config.recurrence, args), self.masking, seed)
         if eval_dataset is not None:
             check_documents(eval_dataset, "eval_dataset")
+            masked = MaskedDocuments(eval_dataset, self.masking)
+            if not any((labels != IGNORE).any() for _, labels in masked):
+                raise ValueError("eval_dataset: no token was chosen to be predicted. Validate on more text.")
         super().__init__(model, args, samples, eval_dataset, callbacks=callbacks, processing_class=tokenizer, **kwargs)
 
     def _make_order(self, args: Any, rows: int, seed: int) -> EpochSampler:

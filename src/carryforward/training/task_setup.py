@@ -125,14 +125,19 @@ def _load_splits(settings: TrainSettings, load: Callable) -> tuple[Any, Any | No
 
 
 def _load_texts(
-    settings: TrainSettings, tokenizer: Any, targets_from: int, source: str, split: str, max_tokens: int | None,
+    settings: TrainSettings, tokenizer: Any, second_token: bool, source: str, split: str, max_tokens: int | None,
     training: Documents | None,
 ) -> Documents:  # fmt: skip
+    """Tokenised texts.
+
+    Args:
+        second_token: a validation needs a document with a second token, the first one to predict.
+    """
     is_books = training is None or source.partition("=")[0] == "pg19"
     checksums = Path(settings.checksums) if settings.checksums and is_books else None
     return load_documents(
         source, split, tokenizer, text_field=settings.text_field, checksums=checksums, max_tokens=max_tokens,
-        require_targets=training is not None and targets_from > 0,
+        require_targets=second_token and training is not None,
     )  # fmt: skip
 
 
@@ -144,7 +149,7 @@ class _Causal(TaskSetup):
         return describe_causal(self.settings.model)[0]
 
     def load_documents(self, tokenizer: Any) -> tuple[Documents, Documents | None]:
-        return _load_splits(self.settings, partial(_load_texts, self.settings, tokenizer, 1))
+        return _load_splits(self.settings, partial(_load_texts, self.settings, tokenizer, True))
 
     def load(self, documents: Any) -> Loaded:
         return load_causal(self.settings.model)
@@ -170,7 +175,7 @@ class _Masked(_Encoder):
     unused = ("carry_state",)
 
     def load_documents(self, tokenizer: Any) -> tuple[Documents, Documents | None]:
-        return _load_splits(self.settings, partial(_load_texts, self.settings, tokenizer, 0))
+        return _load_splits(self.settings, partial(_load_texts, self.settings, tokenizer, False))
 
     def make_arguments(self, shared: dict[str, Any]) -> DocumentTrainingArguments:
         share = self.settings.mask_probability
