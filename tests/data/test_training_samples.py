@@ -138,3 +138,16 @@ def test_the_order_of_masked_samples_names_the_epoch():
     order = MaskedSampler(5, 2, seed=1)
     order.set_epoch(3)
     assert list(order) == [(3, index) for index in order.indices(3)]
+
+
+@given(st.integers(0, 90), st.integers(1, 12), st.integers(2, 4), st.integers(1, 5))
+def test_groups_of_windows_are_not_cut(length, capacity, group, windows_per_sample):
+    """A sample read by itself has the groups that it has in the whole document, and every token is scored once."""
+    whole = list(windows.grouped_schedule(length, capacity + 3, group, **SPECIAL))
+    pieces, scored = [], []
+    for start, stop, score_from, score_to in encoder_sample_spans(whole, windows_per_sample):
+        own = windows.grouped_schedule(stop - start, capacity + 3, group, **SPECIAL)
+        pieces += [(start + w.start, start + w.end, start + w.group) for w in own]
+        scored += range(score_from, score_to)
+    assert pieces == [(w.start, w.end, w.group) for w in whole]
+    assert scored == list(range(length))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import encoders, tiny
-from helpers.encoders import HELD_OUT, KV, TRAIN
+from helpers.encoders import HELD_OUT, KV, TRAIN, TWO_SIDED
 
 from carryforward.evaluation.masked import MaskedScore, Sums, masked_score
 
@@ -21,6 +21,7 @@ ARMS = {
     "kv": (KV | {"overlap": 0}, {"overlap": 0}),
     "kv, overlap": (KV, {"overlap": 2}),
     "kv, far": ({"slots": 0, "recent": 10, "sinks": 1}, {"overlap": 0}),
+    "two-sided": (TWO_SIDED, {}),
     "kv, without state": (KV, {"overlap": 2, "use_state": False}),
 }
 
@@ -105,7 +106,7 @@ def test_windows_that_stand_alone(name, overlap):
         assert sums.nats == pytest.approx(nats, rel=1e-5)
 
 
-@pytest.mark.parametrize("fields", [{}, KV], ids=["vector", "kv"])
+@pytest.mark.parametrize("fields", [{}, KV, TWO_SIDED], ids=["vector", "kv", "two-sided"])
 def test_with_a_state_it_is_the_loss_of_the_model(fields):
     model, documents = encoders.model("roberta", **fields), encoders.masked(TRAIN)
     score, nats = masked_score(model, documents), 0.0
@@ -120,7 +121,7 @@ def test_with_a_state_it_is_the_loss_of_the_model(fields):
     assert abs(without.loss - score.loss) > 1e-3
 
 
-@pytest.mark.parametrize("fields", [{}, KV], ids=["vector", "kv"])
+@pytest.mark.parametrize("fields", [{}, KV, TWO_SIDED], ids=["vector", "kv", "two-sided"])
 def test_batches_and_parts(fields):
     """A batch is its documents one by one, and the scores of two halves add up to that of the whole."""
     model, documents, progress = encoders.model("bert", **fields), encoders.masked(TRAIN), []

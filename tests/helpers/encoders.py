@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+import carryforward as cf
 from carryforward.data.labelled import LabelledDocuments, LabelledText
 from carryforward.data.masking import MaskedDocuments, Masking
 from carryforward.training import encoder_trainer
@@ -18,6 +19,7 @@ MASK = 4
 CLASSES = ("LABEL_0", "LABEL_1", "LABEL_2")
 NO_DROPOUT, DROPOUT = (dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), p) for p in (0.0, 0.1))
 KV = {"slots": 0, "recent": 3, "sinks": 1}
+TWO_SIDED = {"memory": cf.KVMemoryConfig(recent=3, sinks=1, right=2, group_windows=3), "overlap": 0}
 LENGTHS = (5, 1, 40, 77, 100, 12, 63, 2)
 RNG = np.random.default_rng(0)
 TRAIN = [RNG.integers(5, tiny.VOCABULARY, size=n) for n in LENGTHS]

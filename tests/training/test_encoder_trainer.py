@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import encoders, ranks, tiny
-from helpers.encoders import DROPOUT, HELD_OUT, KV, MASKING, TRAIN, labelled, trainer
+from helpers.encoders import DROPOUT, HELD_OUT, KV, MASKING, TRAIN, TWO_SIDED, labelled, trainer
 from helpers.trainers import SGD, Watch, assert_identical, leave_free, weights
 from torch.testing import assert_close
 
@@ -47,8 +47,9 @@ def spied(run):
 # --- what is trained on ----------------------------------------------------------------------------------------------
 
 
-def test_every_masked_token_is_trained_on_once_an_epoch(tmp_path):
-    run = trainer(tmp_path, num_train_epochs=2, held_out=None)
+@pytest.mark.parametrize("fields", [{}, TWO_SIDED], ids=["vector", "two-sided"])
+def test_every_masked_token_is_trained_on_once_an_epoch(tmp_path, fields):
+    run = trainer(tmp_path, num_train_epochs=2, held_out=None, fields=fields)
     batches = spied(run)
     run.train()
     corrupted = [
@@ -72,6 +73,26 @@ def test_the_loss_is_that_of_all_targets_of_a_step(tmp_path):
         nats, targets = nats + out.nll_sum.item(), targets + int(out.n_scored)
     run.train()
     assert run.state.log_history[0]["loss"] == pytest.approx(nats / targets, rel=1e-5)
+
+
+def test_samples_of_windows_that_see_both_neighbours_are_whole_groups(tmp_path):
+    """So a token is predicted from the same neighbours as in the whole document. The first group has no state there
+    either: its loss is the same."""
+    run = trainer(tmp_path, fields=TWO_SIDED, windows_per_sample=2)
+    model, recurrence = run.model.eval(), run.model.config.recurrence
+    capacity, group = recurrence.window - 3, recurrence.window_group.size
+    for number, start, stop, score_from, score_to in run.samples.spans.tolist():
+        assert start % ((group - 1) * capacity) == 0
+        assert (start, stop) == (score_from, min(start + group * capacity, len(TRAIN[number])))
+        assert score_to == (stop if stop == len(TRAIN[number]) else stop - capacity)
+    first = run.samples.spans.tolist().index([4, 0, group * capacity, 0, (group - 1) * capacity])
+    sample = run.samples[0, first]
+    read, labels = MASKING.corrupt(TRAIN[4], run.args.seed, 4, epoch=0)
+    labels[(group - 1) * capacity :] = -100
+    with torch.no_grad():
+        alone = model(sample["input_ids"][None], labels=sample["labels"][None]).nll_sum
+        whole = model(torch.from_numpy(read)[None], labels=torch.from_numpy(labels)[None]).nll_sum
+    assert_close(alone, whole)
 
 
 @pytest.mark.parametrize("head", ["sequence", "token"])

@@ -46,10 +46,10 @@ def encoder_sample_spans(schedule: Iterable[Window], windows_per_sample: int) ->
 
 
 def _samples_of(schedule: Iterable[Window], windows_per_sample: int) -> Iterator[tuple[Window, Window]]:
-    """The first and the last window of each sample. Between which windows a document may be cut is decided here."""
+    """The first and the last window of each sample. A group of windows that see both neighbours is never cut."""
     sample: list[Window] = []
     for window in schedule:
-        if len(sample) == windows_per_sample:
+        if len(sample) >= windows_per_sample and window.begins_group:
             yield sample[0], sample[-1]
             sample = []
         sample.append(window)

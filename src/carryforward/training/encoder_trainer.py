@@ -30,7 +30,7 @@ from ..models.encoders import (
 )
 from ..presets import MASK_PROBABILITY
 from ..utils.peft import get_recurrent_model
-from ..windows import IGNORE, encoder_schedule
+from ..windows import IGNORE, encoder_schedule, grouped_schedule
 from .document_trainer import DocumentTrainer, DocumentTrainingArguments
 
 
@@ -220,13 +220,15 @@ class TokenClassificationTrainer(_ClassificationBase):
 
 
 def _cut(recurrence: RecurrenceConfig, args: DocumentTrainingArguments) -> Cut:
-    """Where a document is cut into samples: between windows of its own schedule."""
+    """Where a document is cut into samples: between windows of its own schedule, or between groups of windows."""
+    window, group = recurrence.window, recurrence.window_group
+    special: dict[str, Any] = {"prefix": len(recurrence.prefix), "suffix": len(recurrence.suffix)}
 
     def cut(length: int) -> Iterator[tuple[int, ...]]:
-        schedule = encoder_schedule(
-            length, recurrence.window, recurrence.overlap,
-            prefix=len(recurrence.prefix), suffix=len(recurrence.suffix),
-        )  # fmt: skip
+        if group:
+            schedule = grouped_schedule(length, window, group.size, **special)
+        else:
+            schedule = encoder_schedule(length, window, recurrence.overlap, **special)
         return encoder_sample_spans(schedule, args.windows_per_sample)
 
     return cut
