@@ -13,6 +13,7 @@ from helpers import tiny
 import carryforward as cf
 from carryforward.config import default_window
 from carryforward.memories.base import Dependency
+from carryforward.memories.reach import memory_with_reach
 from carryforward.models.add_recurrence import recurrence_of
 
 VECTOR, KV = cf.VectorMemoryConfig, cf.KVMemoryConfig
@@ -278,6 +279,7 @@ def test_a_window_must_have_enough_to_carry():
         (hf.BertConfig(), KV(recent=100, sinks=0), 412),
         (hf.BertConfig(), KV(right=64), 384),  # 64 on either side
         (hf.BertConfig(), KV(right=64, recent=100), 344),
+        (hf.BertConfig(), memory_with_reach(32, KV(right=64), hf.BertConfig()), 416),
         (hf.ModernBertConfig(), KV(right=64), 1024),
         (hf.BertConfig(), KV(recent=300, sinks=0), 212),
         (hf.BertConfig(), KV(recent=400, sinks=0), 128),  # a quarter of the positions, at least

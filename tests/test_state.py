@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 
 import carryforward as cf
-from carryforward.embeddings.encode import without_head
+from carryforward.models.headless import without_head
 
 
 @pytest.fixture

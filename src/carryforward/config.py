@@ -41,8 +41,8 @@ class RecurrenceConfig:
         bptt_windows: truncated BPTT: detach the state after every so many windows from the document's start; None never
             does. With 1 every state is detached, and the memory's parameters are not trained; only, if carried keys and
             values reach further than one window, the offsets of the positions at which a window sees them. Where
-            windows see their right neighbours, only the state between groups is detached: the first after every so many
-            windows.
+            windows see their right neighbours, only states between groups are detached: the first one after every so
+            many windows.
         block_windows: how many windows of each row run side by side in training, where windows need not wait for each
             other: with carried keys and values, or without a state. Faster, and memory grows with their number. "auto"
             chooses as many as memory allows and speed gains from. Without gradients a block has a fixed number of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `carryforward inspect` in headless Chromium, driven by selenium. Skipped where one of them is missing."""
+"""The page of `carryforward inspect` in headless Chromium, driven by selenium. `make test-all` installs both."""
 
 import os
 import shutil
@@ -8,16 +8,14 @@ import time
 import pytest
 from helpers.html_reports import MARKUP, random_report
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: pip install selenium")
+webdriver = pytest.importorskip("selenium.webdriver", reason="make test-all: it installs selenium")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="Chromium or its driver is missing: apt-get install chromium chromium-driver"
-)
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="make test-all: it installs Chromium and its driver")
 COUNT = 50_000
 
 

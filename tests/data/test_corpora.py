@@ -94,7 +94,7 @@ def test_files_that_are_called_as_splits_are_splits(tmp_path, name):
 def test_wikitext_has_its_articles_and_words(split, file, words, with_line_ends, prefix):
     folder = REAL / "wikitext"
     if not folder.is_dir():
-        pytest.skip("WikiText-103 is not here")
+        pytest.skip("needs the corpora beside the repository: WikiText-103")
     corpus = open_corpus(f"{prefix}{folder}", split)
     found = list(corpus)
     assert (corpus.name, corpus.split, len(found)) == ("wikitext-103", split, 60)

@@ -14,6 +14,7 @@ from carryforward.cli.main import main
 from carryforward.embeddings import document_chunks, embed, vector_files
 from carryforward.embeddings.encode import encode
 from carryforward.utils import files
+from carryforward.utils.progress import ProgressBar
 
 
 def run(folder, *arguments):
@@ -289,7 +290,7 @@ def test_chunks_for_token_vectors_are_limited_in_characters(saved, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     folder, _, rows = saved
     monkeypatch.setitem(document_chunks.CHARACTERS_PER_CHUNK, "tokens", 150)
-    seen, bars, update = [], [], embed.ProgressBar.update
+    seen, bars, update = [], [], ProgressBar.update
 
     def updating(bar, done, *args):
         if bar.unit == "bytes":
@@ -301,7 +302,7 @@ def test_chunks_for_token_vectors_are_limited_in_characters(saved, monkeypatch):
         return encode(model, texts, *args, **kwargs)
 
     monkeypatch.setattr(embed, "encode", counting)
-    monkeypatch.setattr(embed.ProgressBar, "update", updating)
+    monkeypatch.setattr(ProgressBar, "update", updating)
     assert run(folder, "--out", folder / "v.parquet", "--what", "tokens") == 0
     lengths = [len(row["text"]) for row in rows]
     assert seen[0] == 0, "the first call only checks the arguments"

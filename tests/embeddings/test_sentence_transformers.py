@@ -14,7 +14,7 @@ from carryforward.embeddings.encode import encode
 @pytest.fixture
 def pipeline_of():
     """A function that makes a pipeline of a module and mean pooling."""
-    transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    transformers = pytest.importorskip("sentence_transformers", reason="make test: it installs sentence-transformers")
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     def make(module, **settings):

@@ -18,8 +18,8 @@ from helpers.fast_path import (
 from torch.testing import assert_close
 
 import carryforward as cf
-from carryforward.embeddings import encode
 from carryforward.engine import graph_cache
+from carryforward.models.headless import without_head
 
 
 @GPU
@@ -114,7 +114,7 @@ def test_question_answering_trains_under_autocast(monkeypatch):
 def test_documents_are_encoded_like_eagerly(name, settings, path, monkeypatch):
     monkeypatch.setattr(graph_cache, "CAPTURE_AFTER", 1)
     texts = ["recurrence " * n for n in (9, 3, 8, 9, 1, 6, 9, 9)]
-    plain, fast = (encode.without_head(model.cuda()) for model in model_pair(name))
+    plain, fast = (without_head(model.cuda()) for model in model_pair(name))
     fast.fast_path = path
     results = [cf.encode(model, texts, CharacterTokenizer(), batch_size=3, **settings) for model in (plain, fast)]
     for expected, out in zip(*results, strict=True):

@@ -11,7 +11,6 @@ from carryforward.data.labelled import LabelledDocuments
 from carryforward.evaluation.classification import (
     ClassificationScore,
     accuracy,
-    class_logits,
     classification_score,
     macro_f1,
 )
@@ -58,10 +57,10 @@ def test_documents_are_read_whole(head, task, fields):
     assert abs(classification_score(model, documents, use_state=False).nats - score.nats) > 1e-3
 
 
-def test_logits_have_no_padding():
-    documents = labelled("token-classification")
-    shapes = {i: x.shape for i, x in class_logits(encoders.model("bert", "token"), documents, batch_size=8)}
-    assert shapes == {i: (len(ids), 3) for i, ids in enumerate(documents)}
+def test_predictions_have_no_padding():
+    documents, predictions = labelled("token-classification"), []
+    classification_score(encoders.model("bert", "token"), documents, predictions=predictions)
+    assert [len(predicted) for predicted in predictions] == [len(ids) for ids in documents]
 
 
 def test_refusals():

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from helpers import encoders, tiny
 from helpers.encoders import HELD_OUT, KV, TRAIN, TWO_SIDED
 
+from carryforward.distributed.journal import Journal
+from carryforward.distributed.work_map import WorkMap
 from carryforward.evaluation.masked import MaskedScore, Sums, masked_score
 
 FAMILIES = ["bert", "roberta", "modernbert", "distilbert"]
@@ -152,6 +154,7 @@ def test_sums():
     ]
     nothing = MaskedScore()
     assert (nothing.loss, nothing.accuracy, nothing + one) == (None, None, one)
+    assert nothing + nothing == nothing
 
 
 def test_the_models_mode_is_kept():
@@ -173,3 +176,16 @@ def test_refusals():
         masked_score(encoders.model(), documents, overlap=8)
     masking = dataclasses.replace(encoders.MASKING, probability=1e-9)
     assert masked_score(encoders.model(), dataclasses.replace(documents, masking=masking)).loss is None
+
+
+def test_an_evaluation_is_divided_and_continued(tmp_path):
+    """By batches of documents: what an earlier call has finished is not read again, and the sums are the same."""
+    model, documents = encoders.model("bert", **KV), encoders.masked(TRAIN)
+    whole = masked_score(model, documents, batch_size=2)
+    journal = Journal(tmp_path, ["test"])
+    first = masked_score(model, documents, batch_size=2, work_map=WorkMap(journal=journal, name="a"))
+    read: list[int] = []
+    model.run_window = lambda *args, **kwargs: read.append(1)  # never called
+    again = Journal(tmp_path, ["test"])
+    assert masked_score(model, documents, batch_size=2, work_map=WorkMap(journal=again, name="a")) == first == whole
+    assert not read

@@ -250,8 +250,9 @@ def test_tokens_of_another_tokenizer_are_refused_without_a_state_too(wrong):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_lm_evals_rolling_log_likelihood(name):
     """Equal on full windows after its prefix token. It fills up a short last window with earlier tokens; we do not."""
-    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm-eval to compare with it")
-    instance = pytest.importorskip("lm_eval.api.instance")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="make test-all: it installs lm-eval")
+    from lm_eval.api import instance
+
     model, tokenizer = plain(name), prose.tokenizer()
     lm = huggingface.HFLM(pretrained=model, tokenizer=tokenizer, max_length=T, batch_size=4)
     whole, ragged = [], []

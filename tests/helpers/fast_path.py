@@ -13,7 +13,7 @@ from helpers import tiny
 IDS = tiny.documents(3, 45)
 RAGGED = torch.tensor([[1] * 45, [1] * 30 + [0] * 15, [1] * 9 + [0] * 36])
 RAGGED_ROWS = (torch.arange(45) < torch.tensor([45, 38, 20])[:, None]).long()  # their last windows need a mask
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on a machine that has one")
 
 
 class OperationLog(TorchDispatchMode):

@@ -3,6 +3,7 @@
 
 import faulthandler
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-LIMIT = 120  # seconds after which a process that hangs prints its stack and exits
+LIMIT = 120  # seconds after which a process that has not ended prints its stack and exits
 
 
 def run(work: Callable, folder: Path, *arguments) -> list:
@@ -29,11 +30,12 @@ def run(work: Callable, folder: Path, *arguments) -> list:
 def _enter(rank: int, work: Callable, folder: str, *arguments) -> None:
     faulthandler.register(signal.SIGALRM, chain=True)  # `dump_traceback_later` waits for a thread that is not forked
     signal.alarm(LIMIT)
+    # Not the interface that the host's name stands for, which must be looked up.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     gc.freeze()  # collections would look at all that was there before
     torch.set_num_threads(1)
     # A file, not a port, which another test may be using.
     store, limit = f"file://{folder}/store", timedelta(seconds=LIMIT // 2)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=limit)
     torch.save(work(rank, *arguments), f"{folder}/rank-{rank}.pt")
-    dist.destroy_process_group()
-    signal.alarm(0)
+    dist.destroy_process_group()  # the alarm stays on: a process may hang while it ends, too

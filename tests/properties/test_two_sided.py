@@ -222,6 +222,14 @@ def test_without_a_state_and_in_one_window_it_is_the_base_model(name):
     assert (model(ids).logits[:, :8] - expected[0]).abs().max() > 1e-2, "the right neighbour matters"
 
 
+def test_the_state_of_a_whole_document_is_that_of_the_last_window_with_a_right_neighbour():
+    model, ids = two_sided("bert"), tiny.documents(2, 45)
+    whole, ended = model(ids).state, model.advance_state(ids, final=True)
+    assert ended.ended
+    assert_close(ended.memory["kv"], whole.memory["kv"])
+    assert (ended.memory["kv"] - model.advance_state(ids).memory["kv"]).abs().max() > 0.1, "of an earlier group"
+
+
 def test_only_readings_that_are_given_out_are_pooled():
     """In a classifier's maximum over windows' first tokens a window that is read again counts once."""
     model, ids = two_sided("bert", head="sequence"), tiny.documents(1, 45)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import carryforward as cf
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = sorted({*FOLDER.glob("*.py")} - {FOLDER / "embed_with_ray.py"})  # which tests/integrations/test_ray.py runs
 SAYS = {"continue_a_story": "tokens were read in windows of 64", "search_documents": "words)"}
 
 

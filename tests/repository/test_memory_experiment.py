@@ -224,7 +224,7 @@ def test_time_is_estimated_from_windows_and_steps(memory):
 
 
 def test_the_package_is_read_window_by_window(memory):
-    pytest.importorskip("recurrent_memory_transformer_pytorch")
+    pytest.importorskip("recurrent_memory_transformer_pytorch", reason="make test-all: it installs this package")
     arm = arm_named(memory, "copy-24-3-lucidrains-0")
     model, task = memory.measuring.build(arm, options(Path()))
     ids = task.samples(24, 2, (2, 0)).input_ids

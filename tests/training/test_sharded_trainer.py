@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from helpers import fsdp_on_cpu, prose, ranks, tiny
 from helpers.trainers import DROPOUT, SGD, Watch, assert_identical, trainer, weights
 from helpers.training_runs import TRAIN
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import carryforward as cf
 from carryforward.training.sharding import gathered_weights, prepare_sharding
@@ -47,7 +48,11 @@ def _train(out, stop=None, **arguments):
 def _work(rank, folder):
     """All that runs in two processes, whose start takes longer than the rest."""
     _launched(rank)
-    return {"sgd": _with_sgd(folder), **{kind: _whole_and_resumed(folder / kind, kind) for kind in STATE_DICTS}}
+    return {
+        "sgd": _with_sgd(folder),
+        "offloaded": _offloaded(folder),
+        **{kind: _whole_and_resumed(folder / kind, kind) for kind in STATE_DICTS},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +78,17 @@ def test_resumed_equals_never_stopped(trained, state_dicts):
     assert_identical(resumed, whole)
 
 
-def _with_sgd(folder):
-    job = _train(folder / "sgd", **SGD)
+def _offloaded(folder):
+    CPUOffloadPolicy.__init__.__defaults__ = (False,)  # without an accelerator no memory can be pinned
+    os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
+    try:
+        return _with_sgd(folder, "offloaded")
+    finally:
+        os.environ["FSDP_OFFLOAD_PARAMS"] = "false"
+
+
+def _with_sgd(folder, name="sgd"):
+    job = _train(folder / name, **SGD)
     losses = [entry["loss"] for entry in job.state.log_history if "loss" in entry]
     perplexities = [entry["eval_loss"] for entry in job.state.log_history if "eval_loss" in entry]
     return losses, perplexities, gathered_weights(job, job.inner)
@@ -90,6 +104,13 @@ def test_two_processes_equal_one(trained, tmp_path):
     torch.testing.assert_close(perplexities, [entry["eval_loss"] for entry in log if "eval_loss" in entry], **close)
     expected = {name: x for name, x in weights(one.model).items() if name in final}
     tiny.assert_same_gradients(final, expected, tolerance=1e-4)
+
+
+def test_offloaded_equals_sharded(trained):
+    """On CPUs nothing moves between host and device, but the path through FSDP's offload policy is the same."""
+    for sharded, offloaded in zip(trained["sgd"][:2], trained["offloaded"][:2], strict=True):
+        assert sharded == offloaded
+    assert_identical(trained["offloaded"][2], trained["sgd"][2])
 
 
 def test_accelerate_launch_trains_and_saves_a_whole_model(tmp_path):

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 Result = dict[str, Any]
 ABOUT = """
 Which memory remembers what, and over how many windows? Models are trained on tasks that cannot be done without a
-memory ([the tasks](../../../src/carryforward/tasks)). All but those of the last section are small and start from
+memory ([the tasks](../../../docs/memory-tasks.md)). All but those of the last section are small and start from
 scratch. Only what was asked for is scored, by greedy exact match. Two controls, of the same trained models: "reset",
 the memory is reset at every window, and "none", there is no memory and no memory position, which is the base model.
 """

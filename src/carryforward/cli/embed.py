@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..distributed.processes import launched
 from ..settings.commands import EmbedSettings
 from .errors import user_errors
 from .options import Config, Device, Json, options
@@ -16,7 +17,7 @@ from .options import Config, Device, Json, options
 def embed(
     settings: EmbedSettings,
     model: Annotated[str, typer.Argument(help="Recurrent model, or a plain one (its windows are then independent).")],
-    documents: Annotated[Path, typer.Argument(help="JSON lines file, one document per line.")],
+    documents: Annotated[Path, typer.Argument(help="JSON lines or .parquet file, one document per line or row.")],
     out: Annotated[
         Path, typer.Option(help="File to write: .parquet, .npy or .safetensors. The same command resumes the work.")
     ],
@@ -25,9 +26,10 @@ def embed(
     as_json: Json = False,
 ) -> None:
     """Compute vectors of whole documents, of their tokens or of their windows."""
-    with user_errors(out):
+    with user_errors(out), launched() as processes:
         from ..embeddings.embed import embed as embed_file
 
-        result = embed_file(model, documents, out, settings, device=device)
+        result = embed_file(model, documents, out, settings, device=device, processes=processes)
         skipped = f", {len(result['skipped'])} lines skipped" if result["skipped"] else ""
-        typer.echo(json.dumps(result) if as_json else f"{out}: {result['documents']:,} documents{skipped}")
+        if processes.is_first:
+            typer.echo(json.dumps(result) if as_json else f"{out}: {result['documents']:,} documents{skipped}")

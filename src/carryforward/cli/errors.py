@@ -35,9 +35,12 @@ def user_errors(out: Path | None = None) -> Iterator[None]:
     Args:
         out: what the command writes, for errors of writing that do not say what was written.
 
+    Of several processes only the one that fails first prints its message, inside `launched`.
+
     Exit codes: 1 failed, 2 wrong usage, 130 interrupted. The traceback of an error that nobody foresaw is written to a
     file, which the message names.
     """
+    from ..distributed.processes import OtherProcessFailed
     from ..utils.console import note, quiet_libraries
     from ..utils.signals import raise_interrupts
 
@@ -52,6 +55,8 @@ def user_errors(out: Path | None = None) -> Iterator[None]:
         raise typer.Exit(130) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
+    except OtherProcessFailed:
+        raise typer.Exit(1) from None
     except Exception as error:
         if os.environ.get("CARRYFORWARD_DEBUG"):
             raise

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..distributed.processes import launched
 from ..settings.commands import EvaluateSettings
 from ..settings.recurrence import BUNDLED
 from .errors import user_errors
@@ -30,7 +31,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure perplexity, masked tokens or classes, and FLOPs, at some overlaps, with and without the state."""
-    with user_errors(out):
+    with user_errors(out), launched() as processes:
         from ..evaluation import report
         from ..evaluation.evaluate import check
         from ..evaluation.evaluate import evaluate as evaluate_model
@@ -39,9 +40,6 @@ def evaluate(
         check_folder(out)  # before hours of work
         for name in names if len(names) > 1 else ():  # a single model is checked soon enough
             check(name, settings)
-        results = []
-        for name in names:
-            results.append(evaluate_model(name, settings, device=device, out=out))
-            if out is not None:  # after each model: the next one may fail
-                report.save(results, out)
-        typer.echo(json.dumps(results) if as_json else report.markdown(results))
+        results = [evaluate_model(name, settings, device=device, processes=processes, out=out) for name in names]
+        if processes.is_first:
+            typer.echo(json.dumps(results) if as_json else report.markdown(results))

@@ -18,6 +18,7 @@ from .flops import flops
 from .generate import generate
 from .horizon import horizon
 from .inspect import inspect
+from .lm_eval import PASSED_ON, lm_eval
 from .memory_tasks import memory_tasks
 from .options import Command, Group, repeat_flags
 from .qa import qa
@@ -44,6 +45,7 @@ _PANELS = {
 for panel, commands in _PANELS.items():
     for command in commands:
         app.command(cls=Command, rich_help_panel=panel)(command)
+app.command("lm-eval", cls=Command, context_settings=PASSED_ON, rich_help_panel="Measurements")(lm_eval)
 app.add_typer(qa, rich_help_panel="Models")
 app.add_typer(memory_tasks, rich_help_panel="Measurements")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..distributed.processes import launched
 from ..settings.base import ADVANCED
 from ..settings.commands import AS_TRAINED, MAX_ANSWER_TOKENS, NO_STATE, AnswerSettings, QuestionSettings
 from ..settings.recurrence import OVERLAP
@@ -132,12 +133,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure exact match and F1 on a file of questions, with and without the state."""
-    with user_errors(out):
+    with user_errors(out), launched() as processes:
         from ..qa import evaluate as job
 
         check_folder(out)
-        results = job.evaluate(models, settings, out=out, device=device)
-        typer.echo(json.dumps(results) if as_json else job.markdown(results))
+        results = job.evaluate(models, settings, out=out, device=device, processes=processes)
+        if processes.is_first:
+            typer.echo(json.dumps(results) if as_json else job.markdown(results))
 
 
 @qa.command(cls=Command)

@@ -9,14 +9,13 @@ import dataclasses
 import heapq
 import logging
 import re
-from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 from ..settings.recurrence import PYTHON_DOCS
-from . import hub, paper_corpora, python_docs, texts
+from . import hub, paper_corpora, python_docs, row_files, texts
 from .texts import SPLITS, Corpus, Splits, Text
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ _VALIDATION = ("validation", "valid", "val", "dev")  # accepted names of the val
 _HUB_NAME = re.compile(r"(?P<path>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/\\]+))?")
 _ACCEPTED = (
     "wiki.{train,valid,test}.raw, folders train/ validation/ test/ of .txt files, .txt files, or "
-    "{train,validation,test}.jsonl"
+    "{train,validation,test}.jsonl, .parquet or .json"
 )
 
 
@@ -41,13 +40,14 @@ def open_corpus(source: str, split: str, *, text_field: str = "text", checksums:
             * ``python-docs``: the documentation that comes with the running Python;
             * a folder with ``train/``, ``validation/``, ``test/`` of .txt files, one document each;
             * a folder with ``{train,validation,test}.jsonl``, or one .jsonl file: one JSON object per line;
+            * the same with ``.parquet``: one document per row; or with ``.json``: a list of objects;
             * a folder with ``{train,validation,test}.txt`` and no other .txt files: one document each;
             * a folder of .txt files, one document each;
             * one .txt file: one document;
             * a data set of the Hub: ``name``, ``owner/name`` or ``owner/name:config``.
         split: "train", "validation" or "test". Sources without splits of their own are divided by a hash of the
             documents' names: 5 % validation, 5 % test, at least one document each; "all" is all of them.
-        text_field: the field of JSON lines and Hub rows that holds the text.
+        text_field: the field of JSON objects, or the column of Parquet files and Hub rows, that holds the text.
         checksums: a folder with ``{split}_bytes_sha256.tsv``, to verify the books of PG-19.
     """
     splits = _find_splits(source, text_field, None if checksums is None else Path(checksums))
@@ -90,7 +90,7 @@ def _find_splits(source: str, field: str, checksums: Path | None) -> Splits:
     if path.exists():
         return _local_splits(source, path, field)
     match = _HUB_NAME.fullmatch(source)
-    if match is None or path.suffix.lower() in (".txt", ".jsonl", ".json", ".raw"):
+    if match is None or path.suffix.lower() in (".txt", ".raw", *row_files.FORMATS):
         raise ValueError(f"{source}: no such file or folder. Check the path; the current folder is {Path.cwd()}.")
     return _hub_splits(match["path"], match["config"], field)
 
@@ -116,19 +116,20 @@ def _local_splits(source: str, path: Path, field: str) -> Splits:
         splits = (
             paper_corpora.wikitext(path)
             or _split_folders(path)
-            or _json_corpora(path, field)
+            or _row_corpora(path, field)
             or _split_files(path)
             or _flat_folder(path)
         )
         if not splits:
             raise ValueError(f"{source}: there is no text in this folder. Accepted: {_ACCEPTED}.")
         return splits
-    if path.suffix == ".jsonl" and path.is_file():
-        return _json_corpora(path, field)
+    if path.suffix.lower() in row_files.FORMATS and path.is_file():
+        return _row_corpora(path, field)
     if path.suffix.lower() == ".txt" and path.is_file():
         return {split: partial(_text_corpus, path.stem, split, path.parent, [path.name]) for split in ("train", ALL)}
     raise ValueError(
-        f"{source} is neither a folder nor a .txt or .jsonl file. Accepted: these, or a folder with {_ACCEPTED}."
+        f"{source} is neither a folder nor a .txt, .jsonl, .json or .parquet file. Accepted: these, or a folder with "
+        f"{_ACCEPTED}."
     )
 
 
@@ -188,53 +189,52 @@ def _flat_folder(folder: Path) -> Splits:
 
 
 @dataclasses.dataclass(frozen=True)
-class JsonLines:
-    """The rows of a split in a file of JSON lines.
+class RowSplit:
+    """The rows of a file that are a split.
 
     Attributes:
         name: of the source, for results.
-        belongs: whether a line, by its number from 1, belongs to the split.
-        whole: the file has no other split.
+        belongs: whether a row, by its number, belongs to the split; None if the whole file does.
     """
 
     name: str
     split: str
     path: Path
-    belongs: Callable[[int], bool] = lambda number: True
-    whole: bool = True
-
-    def fingerprint(self, *settings: object) -> str:
-        parts = settings if self.whole else (*settings, self.split)
-        return texts.digest_files(self.path.parent, [self.path.name], *parts)
+    belongs: row_files.Belongs | None = None
 
 
-def find_json_lines(path: Path) -> dict[str, JsonLines]:
-    """Return the splits of a .jsonl file, or of a folder that has {train,validation,test}.jsonl; none of other files.
+def find_rows(path: Path, suffixes: Iterable[str] = tuple(row_files.FORMATS)) -> dict[str, RowSplit]:
+    """Return the splits of a folder with a file of rows per split, or of a single file of rows; none of other files.
 
-    A single file is divided as `open_corpus` divides documents.
+    Args:
+        suffixes: of the files to look at.
     """
     if path.is_dir():
-        present = {file.name for file in path.glob("*.jsonl")}
-        return {
-            split: JsonLines(_folder_name(path), split, path / file)
-            for split, file in _match_splits(present, ".jsonl").items()
-        }
-    if path.suffix != ".jsonl" or not path.is_file():
+        for suffix in suffixes:
+            files = _match_splits({file.name for file in path.glob(f"*{suffix}")}, suffix)
+            if files:
+                return {split: RowSplit(_folder_name(path), split, path / file) for split, file in files.items()}
+    if path.suffix.lower() not in suffixes or not path.is_file():
         return {}
-    numbers = array("q", (number for number, line in enumerate(texts.read_lines(path), 1) if line.strip()))
+    form = row_files.FORMATS[path.suffix.lower()]
+    numbers = form.numbers(path)
     if not numbers:
         raise ValueError(f"{path} is empty: there is no document in it.")
-    splits = _hash_splits((f"line-{number}" for number in numbers), len(numbers), numbers)
-    return {split: JsonLines(path.stem, split, path, belongs, False) for split, belongs in splits.items()}
+    splits = _hash_splits(map(form.name, numbers), len(numbers), numbers)
+    return {split: RowSplit(path.stem, split, path, belongs) for split, belongs in splits.items()}
 
 
-def _json_corpora(path: Path, field: str) -> Splits:
-    def corpus(lines: JsonLines) -> Corpus:
-        read = partial(texts.read_json_lines, lines.path, field, lines.belongs)
-        digest = partial(lines.fingerprint, field)
-        return Corpus(lines.name, lines.split, read, digest, texts.file_size(lines.path))
+def _row_corpora(path: Path, field: str) -> Splits:
+    return {split: partial(_row_corpus, rows, field) for split, rows in find_rows(path).items()}
 
-    return {split: partial(corpus, lines) for split, lines in find_json_lines(path).items()}
+
+def _row_corpus(rows: RowSplit, field: str) -> Corpus:
+    """Return a corpus of the rows of a split."""
+    form = row_files.FORMATS[rows.path.suffix.lower()]
+    settings = (field,) if rows.belongs is None else (field, rows.split)
+    digest = partial(texts.digest_files, rows.path.parent, [rows.path.name], *settings)
+    read = partial(form.read, rows.path, field, rows.belongs or (lambda number: True))
+    return Corpus(rows.name, rows.split, read, digest, form.size(rows.path, field))
 
 
 def _hash_splits(

@@ -138,17 +138,17 @@ class Documents(Sequence[np.ndarray]):
 
 def load_documents(
     source: str, split: str, tokenizer: Any, *, text_field: str = "text", checksums: Path | str | None = None,
-    max_tokens: int | None = None, require_targets: bool = False,
+    max_tokens: int | None = None, bos: bool = False, require_targets: bool = False,
 ) -> Documents:  # fmt: skip
     """Open a corpus and tokenise it: `open_corpus` and `tokenise` in one call.
 
     Args:
         source, split, text_field, checksums: as of `open_corpus`.
-        tokenizer, max_tokens: as of `tokenise`.
+        tokenizer, max_tokens, bos: as of `tokenise`.
         require_targets: raise a ValueError if no document has a second token, which would be the first to predict.
     """
     corpus = open_corpus(source, split, text_field=text_field, checksums=checksums)
-    documents = tokenise(corpus, tokenizer, max_tokens=max_tokens)
+    documents = tokenise(corpus, tokenizer, max_tokens=max_tokens, bos=bos)
     if require_targets and not (documents.lengths > 1).any():
         raise ValueError(f"{source}, split {split!r}: no document has a second token to predict. Use longer documents.")
     return documents

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..utils.checks import check_count
 from ..windows import IGNORE
-from .corpora import ALL, JsonLines, find_json_lines
+from .corpora import ALL, RowSplit, find_rows
 from .texts import count_text, get_text, read_json_rows
 from .tokenization import check_text, check_tokenizer, tokenise_texts
 
@@ -34,6 +34,7 @@ _FORMATS = {
     CLASSIFICATION: '{"text": "...", "label": "..."}',
     TOKEN_CLASSIFICATION: '{"tokens": ["...", ...], "labels": ["...", ...]}',
 }
+_SUFFIXES = (".jsonl",)
 _Label = str | int
 
 
@@ -169,15 +170,15 @@ def load_labelled(
 
 def labelled_task(source: str) -> str | None:
     """What the labels of a source are for, by its first row; None if it has none, or is not JSON lines."""
-    for lines in find_json_lines(Path(source).expanduser()).values():
+    for lines in find_rows(Path(source).expanduser(), _SUFFIXES).values():
         for _, row, _ in itertools.islice(read_json_rows(lines.path), 1):
             of_words = {"tokens", "labels"} <= row.keys()
             return TOKEN_CLASSIFICATION if of_words else CLASSIFICATION if "label" in row else None
     return None
 
 
-def _find_lines(source: str, split: str) -> JsonLines:
-    splits = find_json_lines(Path(source).expanduser())
+def _find_lines(source: str, split: str) -> RowSplit:
+    splits = find_rows(Path(source).expanduser(), _SUFFIXES)
     if not splits:
         raise ValueError(
             f"{source}: labelled documents are read from a .jsonl file, or a folder with "
@@ -189,8 +190,8 @@ def _find_lines(source: str, split: str) -> JsonLines:
     return splits[split]
 
 
-def _read(lines: JsonLines, task: str, text_field: str) -> Iterator[LabelledText]:
-    for number, row, where in read_json_rows(lines.path, lines.belongs):
+def _read(lines: RowSplit, task: str, text_field: str) -> Iterator[LabelledText]:
+    for number, row, where in read_json_rows(lines.path, lines.belongs or (lambda number: True)):
         name = f"line-{number}"
         if task == CLASSIFICATION:
             if "label" not in row:

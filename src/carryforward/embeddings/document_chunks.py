@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a JSON lines file in chunks of documents.
+"""Read a file of JSON lines, or of Parquet, in chunks of documents. Rows of Parquet are turned into lines.
 
 A chunk records how many lines and bytes were read up to its end, and a digest of them: so it is known whether the part
 that an earlier run has written of it still belongs to it.
 """
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from ..data.row_files import FORMATS, parquet_columns, read_parquet_rows
 from ..data.tokenization import check_text
 from ..settings.commands import EmbedSettings
 from ..utils import console
@@ -51,8 +53,8 @@ def read_chunks(source: Path, settings: EmbedSettings, max_characters: int) -> I
     """
     number = size = length = done = 0
     chunk, digest = Chunk(), blake2b(digest_size=16)
-    with source.open("rb") as file:
-        for raw in file:
+    with _open_lines(source, settings) as lines:
+        for raw in lines:
             number, size = number + 1, size + len(raw)
             digest.update(raw)
             if not raw.strip():
@@ -75,6 +77,42 @@ def read_chunks(source: Path, settings: EmbedSettings, max_characters: int) -> I
     if size > done:
         chunk.lines, chunk.bytes, chunk.digest = number, size, digest.hexdigest()
         yield chunk
+
+
+@contextlib.contextmanager
+def _open_lines(source: Path, settings: EmbedSettings) -> Iterator[Iterable[bytes]]:
+    """The lines of a source."""
+    if source.suffix.lower() == ".parquet":
+        yield _parquet_lines(source, settings)
+        return
+    with source.open("rb") as file:
+        yield file
+
+
+def _parquet_lines(source: Path, settings: EmbedSettings) -> Iterator[bytes]:
+    """The ids and texts of a Parquet file as JSON lines."""
+    fields = [settings.text_field]
+    fields += [settings.id_field] * (settings.id_field in parquet_columns(source))
+    for number, row in enumerate(read_parquet_rows(source, fields)):
+        values = {settings.id_field: f"row-{number}", **dict(zip(fields, row, strict=True))}
+        yield json.dumps(values, default=str).encode() + b"\n"
+
+
+def source_size(source: Path, settings: EmbedSettings) -> int:
+    """The bytes of a source's lines, for a progress bar; of a Parquet file, about."""
+    if source.suffix.lower() == ".parquet":
+        return FORMATS[".parquet"].size(source, settings.text_field)
+    return source.stat().st_size
+
+
+def digest_source(source: Path, settings: EmbedSettings) -> dict[str, Any]:
+    """The bytes and the digest of a whole source, as its last chunk has them."""
+    size, digest = 0, blake2b(digest_size=16)
+    with _open_lines(source, settings) as lines:
+        for raw in lines:
+            size += len(raw)
+            digest.update(raw)
+    return {"bytes": size, "digest": digest.hexdigest()}
 
 
 def _parse(raw: bytes, number: int, text_field: str, id_field: str) -> tuple[str, str]:

@@ -1,42 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`carryforward embed`: from a JSON lines file to a file of vectors, for corpora larger than memory.
+"""`carryforward embed`: from a file of JSON lines or Parquet to a file of vectors, for corpora larger than memory.
 
 The input is read in chunks. The vectors of a chunk are written as a part, in a folder beside the output, and the parts
 are merged at the end. When the same command is run again after an interruption, chunks whose part is intact are not
 embedded again. A JSON file beside the output records how it was made.
+
+Several processes divide the chunks. Each reads the whole input, and a chunk goes to the process with the fewest
+characters so far. So parts, and the output, do not depend on the number of processes, which may change at a restart.
+The first process holds the lock on the output, and merges the parts when all are done.
 """
 
 import dataclasses
-import hashlib
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..distributed.processes import ALONE, Processes
 from ..models.loading import Loaded, load_recurrent
 from ..models.model_files import version_of
 from ..settings.commands import EmbedSettings
 from ..utils import console
 from ..utils.digests import damaged_file, digest_files
 from ..utils.files import clear_leftovers, delete_folder, read_sealed_json, write_sealed_json
+from ..utils.install import import_pyarrow
 from ..utils.locks import LOCK, lock_output
 from ..utils.parsing import read_json_object
-from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
-from .document_chunks import CHARACTERS_PER_CHUNK, read_chunks
+from .document_chunks import CHARACTERS_PER_CHUNK, digest_source, read_chunks, source_size
 from .encode import check_choices, encode
-from .vector_files import FORMATS, Part, Parts, ids_file, import_pyarrow, is_parts_folder, merge_parts
+from .vector_files import FORMATS, Part, Parts, ids_file, is_parts_folder, merge_parts
 
 _SPEED = ("batch_size", "on_error")  # settings that the vectors do not depend on
 
 
-def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device: str | None = None) -> dict[str, Any]:
-    """Embed every document of a JSON lines file.
+def embed(
+    name: str,
+    source: Path,
+    out: Path,
+    settings: EmbedSettings,
+    *,
+    device: str | None = None,
+    processes: Processes = ALONE,
+) -> dict[str, Any]:
+    """Embed every document of a file of JSON lines or Parquet.
 
     Args:
         name: a recurrent model, or a plain encoder, whose windows are read independently, without a state.
-        source: a JSON lines file, one document per line.
+        source: a .parquet file, one document per row, or a JSON lines file, one per line.
         out: a .parquet file takes every kind of vectors; .npy and .safetensors take document vectors, with the ids in a
             .ids.json file beside them.
+        processes: of the command; all must see the same files.
 
     Returns:
         The number of documents, the numbers of skipped lines, and the output path.
@@ -44,53 +58,85 @@ def embed(name: str, source: Path, out: Path, settings: EmbedSettings, *, device
     output: Any = settings.what
     parts = out.with_name(out.name + ".parts")
     if not source.is_file():
-        raise ValueError(f"{source} does not exist: give a JSON lines file with a {settings.text_field!r} field.")
-    _check_output(out, parts, output, settings.pooling)
+        raise ValueError(
+            f"{source} does not exist: give a JSON lines or Parquet file with a {settings.text_field!r} field."
+        )
+    processes.first(lambda: _check_output(out, parts, output, settings.pooling))
     used = {field: value for field, value in dataclasses.asdict(settings).items() if field not in _SPEED}
     identity = {"model": name, "version": version_of(name), **used}
-    if out.exists():
-        return _finished(source, out, parts, identity)
-    loaded = load_recurrent(name, window=settings.window, device=device)
+    if processes.first(out.exists):
+        return processes.first(lambda: _finished(source, out, settings, parts, identity))
+    loaded = load_recurrent(name, window=settings.window, device=processes.device(device))
     kwargs: dict[str, Any] = {"output": output, "use_state": settings.state and not loaded.untrained}
     kwargs |= {field: getattr(settings, field) for field in ("pooling", "overlap", "batch_size")}
     encode(loaded.model, [], loaded.tokenizer, **kwargs)  # raises for bad arguments before a folder is made
+    with _locked(parts, out, processes):
+        if processes.first(out.exists):  # another command has just written it
+            return processes.first(lambda: _finished(source, out, settings, parts, identity))
+        own = Parts(parts, identity)
+        processes.first(own.prepare)
+        merged, record = _embed_chunks(loaded, source, settings, own, kwargs, processes)
+        processes.wait()
+        return processes.first(lambda: _merge(out, parts, merged, record))
+
+
+@contextmanager
+def _locked(parts: Path, out: Path, processes: Processes) -> Iterator[None]:
+    """Hold the lock on the output, in the first process. One alone leaves no folder of parts without a part."""
+    if not processes.is_first:
+        yield
+        return
     parts.mkdir(exist_ok=True)
     with lock_output(parts / LOCK, out):
-        if out.exists():  # another process has just written it
-            return _finished(source, out, parts, identity)
         try:
-            return _embed(loaded, source, out, settings, Parts(parts, identity), kwargs)
+            yield
         finally:
-            if parts.is_dir() and not any(parts.glob("part-*")):
+            if processes.count == 1 and parts.is_dir() and not any(parts.glob("part-*")):
                 delete_folder(parts)
 
 
-def _embed(
-    loaded: Loaded, source: Path, out: Path, settings: EmbedSettings, parts: Parts, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Embed what is not embedded yet, merge the parts and record how the output was made."""
+def _embed_chunks(
+    loaded: Loaded, source: Path, settings: EmbedSettings, parts: Parts, kwargs: dict[str, Any], processes: Processes
+) -> tuple[list[Part], dict[str, Any]]:
+    """Embed this process's share of what is not embedded yet. Returns all parts, and the record of the output."""
     merged, skipped = list[Part](), list[int]()
-    read = {"bytes": 0, "digest": ""}
-    with ProgressBar(f"embedding {source.name}", source.stat().st_size, "bytes") as bar:
+    read: dict[str, Any] = {"bytes": 0, "digest": ""}
+    characters = [0] * processes.count  # of the chunks of each process
+    size = source_size(source, settings)
+    with processes.progress_bar(f"embedding {source.name}", size, "bytes") as advance:
         for number, chunk in enumerate(read_chunks(source, settings, CHARACTERS_PER_CHUNK[settings.what])):
             skipped += chunk.skipped
-            read = {"bytes": chunk.bytes, "digest": chunk.digest}
+            length, read = chunk.bytes - read["bytes"], {"bytes": chunk.bytes, "digest": chunk.digest}
             if not chunk.ids:
                 continue  # the last lines of the source, skipped or blank
-            if not parts.has(number, chunk):
-                progress = partial(_advance, bar, bar.done, chunk.bytes)
-                vectors = encode(loaded.model, chunk.texts, loaded.tokenizer, progress=progress, **kwargs)
-                parts.write(number, chunk, vectors)
             merged.append((parts.path(number), chunk.ids))
-            bar.update(chunk.bytes)
-    result = {"documents": sum(len(ids) for _, ids in merged), "skipped": skipped, "out": str(out)}
-    if merged:
-        record = {"kind": "embedding", **provenance(str(loaded.model.device)), "settings": parts.identity}
-        record |= {"source": read, **result}
-        with merge_parts(merged, out) as written:
-            write_sealed_json(record_file(out), {**record, "files": digest_files(written[0].parent, written)})
-    delete_folder(parts.folder)
-    if not merged:
+            owner = characters.index(min(characters))
+            characters[owner] += sum(map(len, chunk.texts))
+            if owner != processes.rank:
+                continue
+            progress = _Steps(length, advance)
+            if not parts.has(number, chunk):
+                vectors = encode(loaded.model, chunk.texts, loaded.tokenizer, progress=progress.update, **kwargs)
+                parts.write(number, chunk, vectors)
+            progress.finish()
+    record = {"kind": "embedding", **provenance(str(loaded.model.device)), "processes": processes.count}
+    record |= {"settings": parts.identity, "source": read}
+    return merged, {**record, "documents": sum(len(ids) for _, ids in merged), "skipped": skipped}
+
+
+def _merge(out: Path, folder: Path, parts: list[Part], record: dict[str, Any]) -> dict[str, Any]:
+    """Merge the parts to the output, and record how it was made."""
+    if missing := next((path for path, _ in parts if not path.exists()), None):
+        raise ValueError(
+            f"{missing} is missing: another process has written it elsewhere. All machines must see the same files."
+        )
+    result = {"documents": record["documents"], "skipped": record["skipped"], "out": str(out)}
+    if parts:
+        with merge_parts(parts, out) as written:
+            files = digest_files(written[0].parent, written)
+            write_sealed_json(record_file(out), {**record, **result, "files": files})
+    delete_folder(folder)
+    if not parts:
         raise ValueError(f"nothing to embed: {out.name} would be empty.")
     return result
 
@@ -100,7 +146,9 @@ def record_file(out: Path) -> Path:
     return out.with_name(out.name + ".json")
 
 
-def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) -> dict[str, Any]:
+def _finished(
+    source: Path, out: Path, settings: EmbedSettings, parts: Path, identity: dict[str, Any]
+) -> dict[str, Any]:
     """The result of an earlier call that has written the output. Refuses an output of anything else."""
     refusal = f"--out {out} exists already"
     if not record_file(out).is_file():
@@ -108,7 +156,7 @@ def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) ->
     record = read_sealed_json(record_file(out), "Use another name, or delete the output.")
     if record.get("settings") != identity:
         raise ValueError(f"{refusal}, of another model or other settings ({record_file(out)}). Use another name.")
-    if record["source"] != _digest_source(source):
+    if record["source"] != digest_source(source, settings):
         raise ValueError(f"{refusal}, and {source} has changed since. Use another name, or delete the output.")
     if (file := damaged_file(out.parent, record["files"])) is not None:
         raise ValueError(f"{refusal}, and {file} is damaged or was changed. Use another name, or delete the output.")
@@ -121,16 +169,21 @@ def _finished(source: Path, out: Path, parts: Path, identity: dict[str, Any]) ->
     return {name: record[name] for name in ("documents", "skipped", "out")}
 
 
-def _digest_source(source: Path) -> dict[str, Any]:
-    """The bytes and the digest of the whole source, as its last chunk has them."""
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        return {"bytes": file.tell(), "digest": digest.hexdigest()}
+class _Steps:
+    """Advances a bar by the bytes of a chunk, in proportion to its tokens that were read."""
 
+    def __init__(self, size: int, advance: Callable[[int], object]):
+        self.size, self.done, self._advance = size, 0, advance
 
-def _advance(bar: ProgressBar, begin: int, end: int, read: int, total: int | None) -> None:
-    """Move a bar between bytes `begin` and `end`, in proportion to the tokens of the chunk that were read."""
-    bar.update(begin + (end - begin) * read // (total or 1))
+    def update(self, read: int, total: int | None) -> None:
+        self._to(self.size * read // (total or 1))
+
+    def finish(self) -> None:
+        self._to(self.size)
+
+    def _to(self, done: int) -> None:
+        self._advance(done - self.done)
+        self.done = done
 
 
 def _check_output(out: Path, parts: Path, output: str, pooling: str) -> None:

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,12 +21,10 @@ from ..data.samples import pad
 from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
 from ..evaluation.streaming import Piece, stream_documents
 from ..models import argument_checks
-from ..models.base import RecurrentPreTrainedModel
-from ..models.headless import RecurrentModel
+from ..models.headless import RecurrentModel, without_head
 from ..models.outputs import RecurrentOutput
 from ..state import State
 from ..utils.checks import check_callable, check_count, check_flag
-from ..utils.peft import get_recurrent_model
 from ..utils.progress import ProgressBar, ProgressCallback
 
 logger = logging.getLogger(__name__)
@@ -146,27 +143,6 @@ def check_choices(output: str, pooling: str) -> None:
 def needs_state(output: str, pooling: str) -> bool:
     """Whether the result consists of states rather than token vectors."""
     return output == "windows" or (output == "document" and pooling == "state")
-
-
-def without_head(model: PreTrainedModel) -> RecurrentModel:
-    """The same model without its head; the weights are shared."""
-    model = get_recurrent_model(model)
-    if isinstance(model, RecurrentModel):
-        return model
-    if not isinstance(model, RecurrentPreTrainedModel):
-        raise ValueError(f"model is a {type(model).__name__}: make it recurrent with add_recurrence first.")
-    reader, path = _WITHOUT_HEAD.get(model, (None, None))
-    if reader is None or reader.base is not model.backbone or path != model.fast_path:
-        with torch.device("meta"):  # its own recurrence is replaced below: do not draw random numbers for it
-            reader = RecurrentModel(model.config, base=model.backbone)
-        reader.fast_path = model.fast_path
-        _WITHOUT_HEAD[model] = reader, model.fast_path
-    reader.memory = model.memory
-    return reader
-
-
-# By the model with a head. Cached because a RecurrentModel holds captured CUDA graphs, which later calls reuse.
-_WITHOUT_HEAD: WeakKeyDictionary[PreTrainedModel, tuple[RecurrentModel, str]] = WeakKeyDictionary()
 
 
 def _read(

@@ -20,10 +20,9 @@ from ..data.tokenization import check_tokenizer
 from ..models import auto
 from ..models.add_recurrence import add_recurrence
 from ..models.base import RecurrentPreTrainedModel
-from ..models.headless import RecurrentModel
+from ..models.headless import RecurrentModel, without_head
 from ..models.model_files import load_tokenizer
 from ..utils.peft import get_recurrent_model
-from .encode import without_head
 
 
 class RecurrentTransformer(InputModule):

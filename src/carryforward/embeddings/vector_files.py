@@ -18,7 +18,7 @@ import numpy as np
 
 from ..utils.digests import damaged_file, digest_file
 from ..utils.files import atomic_write, clear_leftovers, is_leftover, publish, read_sealed_json, write_sealed_json
-from ..utils.install import install_hint
+from ..utils.install import import_pyarrow
 from .document_chunks import Chunk
 from .encode import TokenVectors
 
@@ -31,15 +31,6 @@ Part = tuple[Path, list[str]]  # the .npz file, and the ids of its documents
 def ids_file(out: Path) -> Path:
     """The file of document ids beside a .npy or .safetensors file."""
     return out.with_name(out.name + ".ids.json")
-
-
-def import_pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f"a .parquet file needs pyarrow: {install_hint('parquet')}") from error
-    return pyarrow
 
 
 def is_parts_folder(folder: Path) -> bool:
@@ -56,19 +47,22 @@ class Parts:
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
-        """Open the folder; raise ValueError if it belongs to another model or to other settings."""
         self.folder, self.identity = folder, json.loads(json.dumps(identity))
-        clear_leftovers(folder)
+
+    def prepare(self) -> None:
+        """Clear what killed processes left; raise ValueError if the folder belongs to another model or to other
+        settings. To be called once, before any process uses the parts."""
+        clear_leftovers(self.folder)
         settings = self._read("settings.json")
         if settings == self.identity:
             return
-        if settings is not None and any(folder.glob("part-*.json")):
+        if settings is not None and any(self.folder.glob("part-*.json")):
             raise ValueError(
-                f"{folder} was begun with another model or other settings. Delete it, or use another --out."
+                f"{self.folder} was begun with another model or other settings. Delete it, or use another --out."
             )
-        for path in folder.glob("part-*"):  # nothing tells what they were made with
+        for path in self.folder.glob("part-*"):  # nothing tells what they were made with
             path.unlink()
-        write_sealed_json(folder / "settings.json", self.identity)
+        write_sealed_json(self.folder / "settings.json", self.identity)
 
     def has(self, number: int, chunk: Chunk) -> bool:
         """Whether the part of a chunk is there and intact."""

@@ -50,6 +50,7 @@ def decide(model: WindowModel, *, capturable: bool) -> RunPolicy:
     recurrence = model.config.recurrence
     grad, keep_graph = torch.is_grad_enabled(), recurrence.keep_graph
     sharded = is_sharded(modules)
+    _check_placement(weights, sharded)
     if sharded and grad and not keep_graph:
         logger.warning_once(
             "The weights are sharded (FSDP): the graph of all windows is kept instead of recomputing them, and memory "
@@ -72,6 +73,33 @@ def decide(model: WindowModel, *, capturable: bool) -> RunPolicy:
 def _unique_weights(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     weights = {weight: None for module in modules for weight in module._parameters.values() if weight is not None}
     return list(weights)
+
+
+def _check_placement(weights: Iterable[nn.Parameter], sharded: bool) -> None:
+    """Refuse weights that stand on several devices, or that tensor parallelism has split."""
+    devices = sorted({str(weight.device) for weight in weights if weight.device.type != "meta"})  # meta: offloaded
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model's layers are on {' and '.join(devices)}: pipelines over several devices are not supported. "
+            "Load the model on one device, or shard it with FSDP."
+        )
+    if not sharded and is_split(weights):
+        raise ValueError(f"the weights are split among processes: {NO_MODEL_PARALLEL}")
+
+
+NO_MODEL_PARALLEL = (
+    "tensor, pipeline and expert parallelism (tp_plan, distributed_config) are not supported. Load the model without "
+    "them, and shard it with FSDP."
+)
+
+
+def is_split(weights: Iterable[nn.Parameter]) -> bool:
+    """Whether weights are distributed tensors: parts of them are in other processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(weight, DTensor) for weight in weights)
 
 
 def is_sharded(modules: Iterable[nn.Module]) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy and macro-F1 of classifiers of documents and of words, which read documents of any length whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from ..backbones.modes import eval_mode
 from ..data.labelled import TOKEN_CLASSIFICATION, LabelledDocuments
 from ..data.samples import batch_by_length, pad
+from ..distributed.work_map import WorkMap
 from ..models import argument_checks
 from ..models.encoders import RecurrentForSequenceClassification, RecurrentForTokenClassification
 from ..utils.checks import check_callable, check_count, check_flag
@@ -74,27 +75,6 @@ def macro_f1(confusion: np.ndarray) -> float | None:
     return float((2 * np.diag(confusion)[seen] / counts[seen]).mean()) if seen.any() else None
 
 
-def class_logits(
-    model: Any,
-    documents: LabelledDocuments,
-    *,
-    overlap: int | None = None,
-    use_state: bool = True,
-    batch_size: int = 8,
-    progress: Callable[[int], object] = lambda read: None,
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Classify documents, the longest first: yield the index of each, and its logits, [1, C], or those of its tokens,
-    [N, C]. Arguments as in `classification_score`."""
-    of_tokens = documents.task == TOKEN_CLASSIFICATION
-    with eval_mode(model), torch.inference_mode():
-        for rows in batch_by_length(documents.lengths.tolist(), batch_size):
-            batch = pad([torch.from_numpy(documents[row]) for row in rows])
-            logits = model(**batch, overlap=overlap, use_state=use_state).logits.float().cpu().numpy()
-            for row, scores in zip(rows, logits, strict=True):
-                yield row, scores[: len(documents[row])] if of_tokens else scores[None]
-            progress(sum(len(documents[row]) for row in rows))
-
-
 def classification_score(
     model: Any,
     documents: LabelledDocuments,
@@ -104,6 +84,7 @@ def classification_score(
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda read: None,
     predictions: list[np.ndarray] | None = None,
+    work_map: WorkMap | None = None,
 ) -> ClassificationScore:
     """Score a classifier of documents or of tokens.
 
@@ -115,6 +96,7 @@ def classification_score(
         batch_size: documents in a batch.
         progress: called with the number of tokens read.
         predictions: a list that is filled with the class of each document, [1], or of each of its tokens, [N].
+        work_map: divides the batches among processes, and keeps their results for a restart.
     """
     model = get_recurrent_model(model)
     check_classifier(model, documents)
@@ -122,21 +104,36 @@ def classification_score(
     check_count("batch_size", batch_size)
     check_flag("use_state", use_state)
     check_callable("progress", progress)
-    size, total = len(documents.classes), 0.0
-    confusion = np.zeros((size, size), dtype=np.int64)
+    batches = batch_by_length(documents.lengths.tolist(), batch_size)
+
+    def work(i: int) -> tuple[list[list[int]], float]:
+        """The classes that are predicted for a batch, and the negative log-likelihood of its labels."""
+        batch = pad([torch.from_numpy(documents[row]) for row in batches[i]])
+        logits = model(**batch, overlap=overlap, use_state=use_state).logits.double().cpu().numpy()
+        progress(sizes[i])
+        classes: list[list[int]] = []
+        nats = 0.0
+        for row, scores in zip(batches[i], logits, strict=True):
+            scores = scores[: len(documents[row])] if documents.task == TOKEN_CLASSIFICATION else scores[None]
+            labels = documents.labels[row]
+            classes.append(scores.argmax(axis=-1).tolist())
+            scored = labels != IGNORE
+            picked = scores[scored, labels[scored]]
+            nats += float((np.logaddexp.reduce(scores[scored], axis=-1) - picked).sum())
+        return classes, nats
+
+    sizes = [int(documents.lengths[rows].sum()) for rows in batches]
+    with eval_mode(model), torch.inference_mode():
+        parts = (work_map or WorkMap())(sizes, work, progress=progress)
     predicted: list[np.ndarray] = [np.empty(0, np.int64)] * len(documents)
-    for index, logits in class_logits(
-        model, documents, overlap=overlap, use_state=use_state, batch_size=batch_size, progress=progress
-    ):
-        labels = documents.labels[index]
-        predicted[index] = logits.argmax(axis=-1)
-        scored = labels != IGNORE
-        true, scores = labels[scored], logits[scored].astype(np.float64)
-        np.add.at(confusion, (true, predicted[index][scored]), 1)
-        total += float((np.logaddexp.reduce(scores, axis=-1) - scores[np.arange(len(true)), true]).sum())
+    confusion = np.zeros((len(documents.classes),) * 2, dtype=np.int64)
+    for rows, (classes, _) in zip(batches, parts, strict=True):
+        for row, own in zip(rows, classes, strict=True):
+            predicted[row], labels = np.array(own, np.int64), documents.labels[row]
+            np.add.at(confusion, (labels[labels != IGNORE], predicted[row][labels != IGNORE]), 1)
     if predictions is not None:
         predictions[:] = predicted
-    return ClassificationScore(confusion, total)
+    return ClassificationScore(confusion, sum(nats for _, nats in parts))
 
 
 def check_classifier(model: Any, documents: Any, name: str = "documents") -> None:

@@ -7,7 +7,6 @@ The result is plain JSON, described in `report`. What depends on the task is in 
 
 import dataclasses
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,56 +18,76 @@ from .. import windows
 from ..backbones.architectures import architecture_of, is_supported, positions_of
 from ..config import RecurrentModelConfig
 from ..data.corpora import default_split
+from ..distributed.journal import Journal
+from ..distributed.processes import ALONE, Processes
+from ..distributed.work_map import WorkMap
 from ..engine.block_size import block_tokens
 from ..engine.graph_cache import FastPath
+from ..memories.vector import VectorMemoryConfig
 from ..models import argument_checks
+from ..models.add_recurrence import add_recurrence
 from ..models.base import RecurrentPreTrainedModel
 from ..models.loading import Loaded, check_window, usable_device
+from ..models.model_files import version_of
 from ..presets import MAX_DEFAULT_WINDOW, PAPER_WINDOW
 from ..settings.commands import EvaluateSettings
 from ..utils.files import result_stem, write_text
-from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
+from . import report
 from .flops import flops_per_token
 from .measures import measure_of
 from .perplexity import check_positions
 
 
 def evaluate(
-    name: str, settings: EvaluateSettings, *, device: str | None = None, fast_path: FastPath = "auto", seed: int = 0,
+    name: str,
+    settings: EvaluateSettings,
+    *,
+    device: str | None = None,
+    fast_path: FastPath = "auto",
+    seed: int = 0,
+    processes: Processes = ALONE,
     out: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Measure a model at each overlap, with FLOPs and, for a recurrent model, without the state.
 
     Args:
         fast_path: how windows are run on a GPU; "compiled" pays off for millions of tokens.
         seed: written to the result; the evaluation itself is deterministic.
-        out: a folder for predictions of classifiers. The result itself is not written.
+        processes: of the command; they divide the documents, and each gets the whole result.
+        out: a folder for the result, its table and figure. If the work is stopped, the same call continues it.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("evaluate runs in one process: start it without torchrun.")
-    device = usable_device(device)
+    device = usable_device(processes.device(device))
     measure = measure_of(name, settings)
     split = default_split(settings.data, "test") if settings.split is None else settings.split
     torch.manual_seed(seed)
     loaded = measure.load(name)
-    window, trained_overlap = _window_and_overlap(name, loaded.model.config, loaded.run, settings.window)
-    documents = measure.load_documents(split, loaded)
-    model = measure.wrap_plain(loaded, window).to(device)  # type: ignore[arg-type]
+    window, trained_overlap = window_and_overlap(name, loaded.model.config, loaded.run, settings.window)
+    documents = processes.first_alone(lambda: measure.load_documents(split, loaded))
+    model = wrap_plain(loaded.model, window, loaded.tokenizer if measure.special_tokens else None)
+    model.to(device)  # type: ignore[arg-type]
     if isinstance(model, RecurrentPreTrainedModel):
         model.fast_path = fast_path
     overlaps = settings.overlap or (trained_overlap or 0,)
     runs = [(overlap, loaded.recurrent) for overlap in overlaps]
     if loaded.recurrent and settings.control:
         runs += [(overlap, False) for overlap in overlaps]
+    used = {
+        **{field: getattr(settings, field) for field in ("batch_size", "bf16", "reset_every", "bos")},
+        "block_tokens": block_tokens(model) if isinstance(model, RecurrentPreTrainedModel) else None,
+    }
+    data = measure.identity(documents)
+    identity = [name, version_of(name), used, window, *data, device.partition(":")[0], torch.__version__]
+    journal = None if out is None else Journal(out, identity)
     rows, predictions = [], []
-    with ProgressBar(f"evaluating {name}", len(runs) * measure.count(documents), "tokens") as bar:
+    with processes.progress_bar(f"evaluating {name}", len(runs) * measure.count(documents), "tokens") as progress:
         for overlap, use_state in runs:
             begun = time.perf_counter()
+            work_map = WorkMap(processes, journal, f"overlap {overlap}, use_state {use_state}")
             with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=settings.bf16):
                 score, lines = measure.score(
                     model, documents, overlap=overlap, window=window, use_state=use_state,
-                    batch_size=settings.batch_size, progress=bar.advance,
+                    batch_size=settings.batch_size, progress=progress, work_map=work_map,
                 )  # fmt: skip
             _check_finite(score, name, overlap)
             rows.append({
@@ -85,16 +104,16 @@ def evaluate(
         "task": measure.task,
         **provenance(device),
         "seed": seed,
-        "settings": {
-            **{field: getattr(settings, field) for field in ("batch_size", "bf16", "reset_every")},
-            "block_tokens": block_tokens(model) if isinstance(model, RecurrentPreTrainedModel) else None,
-        },
+        "processes": processes.count,
+        "settings": used,
         "model": _describe_model(loaded, window, trained_overlap),
         "data": measure.about(documents),
         "rows": rows,
     }
-    if out is not None:
-        _write_predictions(result, predictions, out)
+    if journal is not None:
+        processes.first(lambda: report.save([result], journal.out))
+        processes.first(lambda: _write_predictions(result, predictions, journal.out))
+        processes.first(journal.delete)
     return result
 
 
@@ -102,7 +121,7 @@ def check(name: str, settings: EvaluateSettings) -> None:
     """Raise ValueError if the model cannot be evaluated with these settings. Reads only the config, so that several
     models can be checked before the first is scored."""
     config, run = measure_of(name, settings).describe(name)
-    window, _ = _window_and_overlap(name, config, run, settings.window)
+    window, _ = window_and_overlap(name, config, run, settings.window)
     for overlap in settings.overlap or ():
         if isinstance(config, RecurrentModelConfig):
             argument_checks.check_overlap(config, overlap)
@@ -114,11 +133,9 @@ def _write_predictions(result: dict[str, Any], predictions: list[list[str]], fol
     """Write the predictions of each row, where there are any, to a file of JSON lines."""
     for row, lines in zip(result["rows"], predictions, strict=True):
         if lines:
-            folder.mkdir(parents=True, exist_ok=True)
             parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
-            arm = f"overlap-{row['overlap']}" + "-without-state" * (
-                result["model"]["recurrent"] and not row["use_state"]
-            )
+            is_control = result["model"]["recurrent"] and not row["use_state"]
+            arm = f"overlap-{row['overlap']}{'-without-state' * is_control}"
             name = f"{result_stem(parts, (result['data'], result['settings']))}-{arm}-predictions.jsonl"
             write_text(folder / name, "".join(f"{line}\n" for line in lines))
 
@@ -137,7 +154,19 @@ def _flops(model: PreTrainedModel, overlap: int, use_state: bool) -> dict[str, f
     return dataclasses.asdict(flops_per_token(model.config, overlap=overlap, use_state=use_state))
 
 
-def _window_and_overlap(
+def wrap_plain(model: PreTrainedModel, window: int, tokenizer: Any = None) -> PreTrainedModel:
+    """Wrap a plain model of a supported type as a recurrent model, to run its windows on the same fast path. The state
+    of the wrapper is never used.
+
+    Args:
+        tokenizer: of an encoder, which puts special tokens around every window.
+    """
+    if isinstance(model, RecurrentPreTrainedModel) or not is_supported(model.config):
+        return model
+    return add_recurrence(model, window=window, memory=VectorMemoryConfig(insert_at=1), tokenizer=tokenizer)
+
+
+def window_and_overlap(
     name: str, config: PreTrainedConfig, run: dict[str, Any] | None, window: int | None
 ) -> tuple[int, int | None]:
     """The window to read with, and the overlap that a recurrent model was trained at (None for a plain model)."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..backbones.modes import eval_mode
 from ..data.masking import MaskedDocuments
 from ..data.samples import batch_by_length, collate
+from ..distributed.work_map import WorkMap
 from ..engine import bptt, run_windows
 from ..engine.window_batches import WindowBatch
 from ..engine.window_program import OutputSpec
@@ -67,7 +68,7 @@ class MaskedScore:
 
     def __add__(self, other: "MaskedScore") -> "MaskedScore":
         pairs = zip_longest(self.groups, other.groups, fillvalue=Sums())
-        return MaskedScore(tuple(map(_add, *zip(*pairs, strict=True))), self.documents + other.documents)
+        return MaskedScore(tuple(_add(*pair) for pair in pairs), self.documents + other.documents)
 
     @property
     def total(self) -> Sums:
@@ -104,6 +105,7 @@ def masked_score(
     use_state: bool = True,
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda read: None,
+    work_map: WorkMap | None = None,
 ) -> MaskedScore:
     """Score a masked language model on whole documents.
 
@@ -114,6 +116,7 @@ def masked_score(
         use_state: False removes the state: the control.
         batch_size: documents in a batch.
         progress: called with the number of tokens that windows have given out.
+        work_map: divides the batches among processes, and keeps their results for a restart.
     """
     model = get_recurrent_model(model)
     if not isinstance(model, RecurrentForMaskedLM):
@@ -124,13 +127,21 @@ def masked_score(
     check_count("batch_size", batch_size)
     check_flag("use_state", use_state)
     check_callable("progress", progress)
-    sums = _GroupSums(model.device)
+    lengths = [len(ids) for ids in documents.documents]
+    batches = batch_by_length(lengths, batch_size)
+
+    def work(i: int) -> _GroupSums:
+        pairs = [map(torch.from_numpy, documents[row]) for row in batches[i]]
+        batch = collate([{"input_ids": ids, "labels": labels} for ids, labels in pairs])
+        sums = _GroupSums(model.device)
+        _read(model, batch, overlap, use_state, sums, progress)
+        return sums
+
+    sizes = [sum(lengths[row] for row in rows) for rows in batches]
     with eval_mode(model), torch.inference_mode():
-        for rows in batch_by_length([len(ids) for ids in documents.documents], batch_size):
-            pairs = [map(torch.from_numpy, documents[row]) for row in rows]
-            batch = collate([{"input_ids": ids, "labels": labels} for ids, labels in pairs])
-            _read(model, batch, overlap, use_state, sums, progress)
-    return MaskedScore(sums.result(), len(documents))
+        parts = (work_map or WorkMap())(sizes, work, finish=_GroupSums.result, progress=progress)
+    scores = [MaskedScore(tuple(Sums(*group) for group in groups)) for groups in parts]
+    return reduce(MaskedScore.__add__, scores, MaskedScore(documents=len(documents)))
 
 
 def _read(

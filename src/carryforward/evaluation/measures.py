@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from ..backbones.architectures import is_supported
 from ..data.documents import Documents, load_documents
 from ..data.labelled import TOKEN_CLASSIFICATION, LabelledDocuments, load_labelled
 from ..data.masking import MaskedDocuments, Masking
-from ..memories.vector import VectorMemoryConfig
-from ..models.add_recurrence import add_recurrence
 from ..models.loading import Loaded, describe_causal, describe_encoder, load_causal, load_encoder, task_of
 from ..presets import TASKS
 from ..settings.base import flag
@@ -44,7 +41,7 @@ class Measure:
 
     def __post_init__(self) -> None:
         for name in self.unused:
-            if getattr(self.settings, name) is not None:
+            if getattr(self.settings, name) not in (None, False):
                 raise ValueError(f"{flag(name)} has no effect on the task {self.task}. Leave it out.")
 
     def describe(self, name: str) -> Description:
@@ -53,14 +50,6 @@ class Measure:
 
     def load(self, name: str) -> Loaded:
         raise NotImplementedError
-
-    def wrap_plain(self, loaded: Loaded, window: int) -> PreTrainedModel:
-        """A plain model as a recurrent one, to run its windows on the same fast path. The state of the wrapper is never
-        used."""
-        if loaded.recurrent:
-            return loaded.model
-        tokenizer = loaded.tokenizer if self.special_tokens else None
-        return add_recurrence(loaded.model, window=window, memory=VectorMemoryConfig(insert_at=1), tokenizer=tokenizer)
 
     def load_documents(self, split: str, loaded: Loaded) -> Any:
         """The documents to score, which can tell `about` themselves."""
@@ -75,9 +64,13 @@ class Measure:
 
         Args:
             window: tokens that a plain model reads at once.
-            **options: those of the functions that score: `overlap`, `use_state`, `batch_size`, `progress`.
+            **options: those of the functions that score: `overlap`, `use_state`, `batch_size`, `work_map`, ...
         """
         raise NotImplementedError
+
+    def identity(self, documents: Any) -> list[Any]:
+        """What tells these documents from others, to continue an evaluation that was stopped."""
+        return [documents.key]
 
     def about(self, documents: Any) -> dict[str, Any]:
         """What a result says of the data."""
@@ -87,6 +80,7 @@ class Measure:
         settings = self.settings
         return load_documents(
             settings.data, split, loaded.tokenizer, text_field=settings.text_field, require_targets=require_targets,
+            bos=settings.bos,
             checksums=None if settings.checksums is None else Path(settings.checksums),
             max_tokens=settings.max_document_tokens,
         )  # fmt: skip
@@ -102,9 +96,6 @@ class _Causal(Measure):
     def load(self, name: str) -> Loaded:
         return load_causal(name)
 
-    def wrap_plain(self, loaded: Loaded, window: int) -> PreTrainedModel:
-        return super().wrap_plain(loaded, window) if is_supported(loaded.model.config) else loaded.model
-
     def load_documents(self, split: str, loaded: Loaded) -> Documents:
         return self._load_texts(split, loaded, require_targets=True)
 
@@ -119,7 +110,7 @@ class _Causal(Measure):
 
 
 class _Encoder(Measure):
-    unused: ClassVar[tuple[str, ...]] = ("reset_every",)
+    unused: ClassVar[tuple[str, ...]] = ("reset_every", "bos")
 
     def describe(self, name: str) -> Description:
         return describe_encoder(name)
@@ -155,6 +146,10 @@ class _Masked(_Encoder):
             "by_distance": score.by_distance(),
         }, []
 
+    def identity(self, documents: MaskedDocuments) -> list[Any]:
+        plain: Any = documents.documents
+        return [plain.key, documents.masking.probability, documents.seed]
+
     def about(self, documents: MaskedDocuments) -> dict[str, Any]:
         masking = {"probability": documents.masking.probability, "seed": documents.seed}
         plain: Any = documents.documents
@@ -162,7 +157,7 @@ class _Masked(_Encoder):
 
 
 class _Classification(_Encoder):
-    unused = ("reset_every", "mask_probability", "checksums")
+    unused = ("reset_every", "bos", "mask_probability", "checksums")
 
     def load_documents(self, split: str, loaded: Loaded) -> LabelledDocuments:
         settings = self.settings

@@ -25,6 +25,7 @@ from .. import windows
 from ..backbones.architectures import positions_of
 from ..backbones.modes import eval_mode
 from ..data.samples import check_documents, collate, make_sample, sample_spans
+from ..distributed.work_map import WorkMap
 from ..models import argument_checks
 from ..models.base import RecurrentPreTrainedModel
 from ..models.causal_lm import RecurrentForCausalLM
@@ -33,9 +34,13 @@ from ..state import State
 from ..utils.checks import check_callable, check_count, check_flag
 from ..utils.peft import get_recurrent_model
 from ..windows import IGNORE
-from .streaming import Piece, stream_documents
+from .streaming import Piece, group_documents, stream_documents
 
 WINDOWS_PER_CALL = 16  # of each document; affects only speed and how often progress is reported
+
+# scores a unit of work, given its number: yields summed negative log-likelihoods, and numbers of scored tokens
+Score = Callable[[int], Iterator[tuple[Tensor, int]]]
+Span = tuple[int, int, int, int]  # a document, and the start, stop and score_from of a sample in it
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,12 @@ def perplexity(
     reset_every: int | None = None,
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda scored: None,
+    work_map: WorkMap | None = None,
 ) -> Perplexity:
     """Score documents with a causal language model.
+
+    What is read together depends on the documents alone, and the sum of all batches is rounded once: on a CPU, the
+    result is the same to the last bit whatever the number of processes.
 
     Args:
         model: a recurrent model, or any causal language model of Hugging Face.
@@ -97,6 +106,7 @@ def perplexity(
         reset_every: reset the state after this many windows, as in training.
         batch_size: documents (for a plain model: windows) in a batch.
         progress: called with the number of newly scored tokens.
+        work_map: divides the batches among the processes of a command, which must all make this call.
     """
     model = get_recurrent_model(model)
     check_documents(documents)
@@ -112,18 +122,24 @@ def perplexity(
     counts = {name: _count(documents, name) for name in ("words", "bytes", "line_ends")}
     with eval_mode(model), torch.inference_mode():
         if recurrence is None:
-            losses = _score_windows(model, documents, window, overlap, batch_size)
+            targets, score = _score_windows(model, documents, window, overlap, batch_size)
         elif reset_every is not None:
-            losses = _score_samples(model, documents, overlap, reset_every, batch_size, use_state)
+            targets, score = _score_samples(model, documents, overlap, reset_every, batch_size, use_state)
         else:
             assert isinstance(model, RecurrentPreTrainedModel)
-            losses = _score_documents(model, documents, overlap, batch_size, use_state)
-        nats, tokens = torch.zeros((), dtype=torch.float64), 0
-        for nll_sum, scored in losses:
-            nats = nats.to(nll_sum.device) + nll_sum.double()
-            tokens += scored
-            progress(scored)
-    return Perplexity(nats=float(nats), tokens=tokens, documents=len(documents), **counts)
+            targets, score = _score_documents(model, documents, overlap, batch_size, use_state)
+
+        def work(number: int) -> tuple[Tensor, int]:
+            nats, tokens = torch.zeros((), dtype=torch.float64), 0
+            for nll_sum, scored in score(number):
+                nats = nats.to(nll_sum.device) + nll_sum.double()
+                tokens += scored
+                progress(scored)
+            return nats, tokens
+
+        sums = (work_map or WorkMap())(targets, work, finish=lambda s: [float(s[0]), s[1]], progress=progress)
+    nats, tokens = math.fsum(nats for nats, _ in sums), sum(tokens for _, tokens in sums)
+    return Perplexity(nats=nats, tokens=tokens, documents=len(documents), **counts)
 
 
 def _window_of(model: PreTrainedModel, window: int | None) -> int:
@@ -162,15 +178,18 @@ def check_positions(config: PreTrainedConfig, window: int) -> None:
 
 def _score_windows(
     model: PreTrainedModel, documents: Sequence[Any], window: int, overlap: int, batch_size: int
-) -> Iterator[tuple[Tensor, int]]:
+) -> tuple[list[int], Score]:
     """Score independent windows with a plain model; a batch may hold windows of several documents.
 
-    Yields:
-        The summed negative log-likelihood of a batch, and the number of scored tokens.
+    Returns:
+        The number of targets of each batch, and a function that scores one.
     """
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
-    for batch in _batches(documents, window, overlap, 1, batch_size):
+    batches = _batches(documents, window, overlap, 1, batch_size)
+
+    def score(number: int) -> Iterator[tuple[Tensor, int]]:
+        batch = _collate(documents, batches[number])
         argument_checks.check_vocabulary(batch["input_ids"], batch["attention_mask"], vocabulary)
         ids, labels = batch["input_ids"].to(model.device), batch["labels"][:, 1:]
         first = int((labels != IGNORE).any(dim=0).nonzero()[0])  # logits before this position are not needed
@@ -178,7 +197,9 @@ def _score_windows(
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, first:].float()
         targets = labels[:, first:].to(logits.device)
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
-        yield nll.double().sum(), int((labels != IGNORE).sum())
+        yield nll.double().sum(), _targets(batches[number])
+
+    return [_targets(batch) for batch in batches], score
 
 
 def _score_samples(
@@ -188,49 +209,69 @@ def _score_samples(
     windows_per_sample: int,
     batch_size: int,
     use_state: bool,
-) -> Iterator[tuple[Tensor, int]]:
-    """Score documents as training samples of several windows, each of which starts with an empty state. Yields what
+) -> tuple[list[int], Score]:
+    """Score documents as training samples of several windows, each of which starts with an empty state. Returns what
     `_score_windows` does."""
-    for batch in _batches(documents, model.config.recurrence.window, overlap, windows_per_sample, batch_size):
-        scored = int((batch["labels"] != IGNORE).sum())
-        yield model(**batch, overlap=overlap, use_state=use_state).nll_sum, scored
+    batches = _batches(documents, model.config.recurrence.window, overlap, windows_per_sample, batch_size)
+
+    def score(number: int) -> Iterator[tuple[Tensor, int]]:
+        batch = _collate(documents, batches[number])
+        yield model(**batch, overlap=overlap, use_state=use_state).nll_sum, _targets(batches[number])
+
+    return [_targets(batch) for batch in batches], score
 
 
 def _score_documents(
     model: RecurrentPreTrainedModel, documents: Sequence[Any], overlap: int, batch_size: int, use_state: bool
-) -> Iterator[tuple[Tensor, int]]:
-    """Score whole documents, with a state that is carried from the first window to the last or without one. Yields
-    what `_score_windows` does."""
+) -> tuple[list[int], Score]:
+    """Score whole documents, with a state that is carried from the first window to the last or without one. Returns
+    what `_score_windows` does, for groups of documents."""
     lengths = [len(document) for document in documents]
+    arguments: dict[str, Any] = {
+        "stride": model.config.recurrence.window - overlap,
+        "overlap": overlap,
+        "batch_size": batch_size,
+        "min_length": 2,
+        "block_windows": model.block_size.windows(model, 1, use_state=use_state, logits=False),
+    }
+    groups = group_documents(lengths, **arguments)
 
-    def read(piece: Piece, state: State | None) -> RecurrentOutput:
-        # a later piece's first token is a target too: it is predicted from the state
-        parts = zip(piece.documents, piece.spans, strict=True)
-        samples = [make_sample(documents[i], start, stop, max(start, 1)) for i, (start, stop) in parts]
-        return model(**collate(samples), state=state, overlap=overlap, use_state=use_state)
+    def score(number: int) -> Iterator[tuple[Tensor, int]]:
+        group = groups[number]
 
-    stride = model.config.recurrence.window - overlap
-    for piece, out in stream_documents(
-        read, lengths, stride=stride, overlap=overlap, windows_per_call=WINDOWS_PER_CALL, batch_size=batch_size,
-        min_length=2, block_windows=model.block_size.windows(model, 1, use_state=use_state, logits=False),
-    ):  # fmt: skip
-        assert out.nll_sum is not None, "labels were given"
-        yield out.nll_sum, sum(stop - max(start, 1) for start, stop in piece.spans)
+        def read(piece: Piece, state: State | None) -> RecurrentOutput:
+            # a later piece's first token is a target too: it is predicted from the state
+            parts = zip(piece.documents, piece.spans, strict=True)
+            samples = [make_sample(documents[group[i]], start, stop, max(start, 1)) for i, (start, stop) in parts]
+            return model(**collate(samples), state=state, overlap=overlap, use_state=use_state)
+
+        for piece, out in stream_documents(
+            read, [lengths[i] for i in group], windows_per_call=WINDOWS_PER_CALL, **arguments
+        ):
+            assert out.nll_sum is not None, "labels were given"
+            yield out.nll_sum, sum(stop - max(start, 1) for start, stop in piece.spans)
+
+    return [sum(lengths[i] - 1 for i in group) for group in groups], score
 
 
 def _batches(
     documents: Sequence[Any], window: int, overlap: int, windows_per_sample: int, batch_size: int
-) -> Iterator[dict[str, Tensor]]:
+) -> list[list[Span]]:
     """Batches of training samples, in the order of the documents."""
-    samples: list[dict[str, Tensor]] = []
-    for document in documents:
-        for start, stop, score_from in sample_spans(len(document), window, overlap, windows_per_sample):
-            samples.append(make_sample(document, start, stop, score_from))
-            if len(samples) == batch_size:
-                yield collate(samples)
-                samples = []
-    if samples:
-        yield collate(samples)
+    spans = [
+        (i, *span)
+        for i, document in enumerate(documents)
+        for span in sample_spans(len(document), window, overlap, windows_per_sample)
+    ]
+    return [spans[start : start + batch_size] for start in range(0, len(spans), batch_size)]
+
+
+def _collate(documents: Sequence[Any], batch: list[Span]) -> dict[str, Tensor]:
+    return collate([make_sample(documents[i], *span) for i, *span in batch])
+
+
+def _targets(batch: list[Span]) -> int:
+    return sum(stop - score_from for _, _, stop, score_from in batch)
 
 
 def _count(documents: Sequence[Any], name: str) -> int:

@@ -65,60 +65,100 @@ def stream_documents(
     Yields:
         Each piece and the output of its call. The pieces of a document come in order.
     """
-    batches = batch_by_length(lengths, batch_size, min_length)
     if group is not None:  # whose last window is read again, with the next piece
         overlap, block_windows = stride, max(block_windows // group.advance, 1) * group.advance
-    if block_windows > 1:
-        documents = [i for batch in batches for i in batch]
-        yield from _stream_blocks(read, lengths, documents, stride, overlap, block_windows, batch_size)
-        return
-    for documents in batches:
-        state: State | None = None
-        start, stop = 0, windows_per_call * stride + overlap + 1  # a window is complete once the next token is known
-        while documents:
-            ending = [row for row, i in enumerate(documents) if lengths[i] <= stop]
-            continuing = [row for row, i in enumerate(documents) if lengths[i] > stop]
-            for rows in (ending, continuing) if separate_final else ([*range(len(documents))],):
-                if rows:
-                    chosen = [documents[row] for row in rows]
-                    piece = Piece(chosen, [(start, min(lengths[i], stop)) for i in chosen], final=rows == ending)
-                    out = read(piece, _select(state, rows))
-                    yield piece, out
-            documents, state = [documents[row] for row in continuing], _select(out.state, continuing)
-            start, stop = stop, stop + windows_per_call * stride
+    size = {"stride": stride, "overlap": overlap}
+    for documents in group_documents(
+        lengths, batch_size=batch_size, min_length=min_length, block_windows=block_windows, **size
+    ):
+        if block_windows > 1:
+            yield from _stream_blocks(read, lengths, documents, block_windows=block_windows, **size)
+        else:
+            yield from _stream_batch(
+                read, lengths, documents, windows_per_call=windows_per_call, separate_final=separate_final, **size
+            )
+
+
+def group_documents(
+    lengths: Sequence[int], *, stride: int, overlap: int, batch_size: int, min_length: int = 1, block_windows: int = 1
+) -> list[list[int]]:
+    """The documents that share calls of `stream_documents`, group by group, with its arguments.
+
+    Nothing passes between groups. `stream_documents` reads a group alone exactly as among others, so that several
+    processes can divide them.
+    """
+    batches = batch_by_length(lengths, batch_size, min_length)
+    if block_windows == 1:
+        return batches
+    groups: list[list[int]] = []
+    for is_new in (False, True):  # ends of long documents have a state, short documents have none
+        group, windows = list[int](), 0
+        for i in (i for batch in batches for i in batch):
+            start = _start_of_end(lengths[i], stride, overlap, block_windows)
+            if (start == 0) != is_new:
+                continue
+            more = -(-(lengths[i] - start) // stride)
+            if group and (windows + more > block_windows or len(group) == batch_size):
+                groups.append(group)
+                group, windows = [], 0
+            group.append(i)
+            windows += more
+        if group:
+            groups.append(group)
+    return groups
+
+
+def _start_of_end(length: int, stride: int, overlap: int, block_windows: int) -> int:
+    """The first token of a document that no full block reads."""
+    block = block_windows * stride
+    first = block + overlap + 1  # a window is complete once the next token is known
+    return 0 if length <= first else first + (length - first - 1) // block * block
+
+
+def _stream_batch(
+    read: Read,
+    lengths: Sequence[int],
+    documents: list[int],
+    *,
+    stride: int,
+    overlap: int,
+    windows_per_call: int,
+    separate_final: bool,
+) -> Iterator[tuple[Piece, RecurrentOutput]]:
+    """Read documents together, a few windows of each in a call."""
+    state: State | None = None
+    start, stop = 0, windows_per_call * stride + overlap + 1
+    while documents:
+        ending = [row for row, i in enumerate(documents) if lengths[i] <= stop]
+        continuing = [row for row, i in enumerate(documents) if lengths[i] > stop]
+        for rows in (ending, continuing) if separate_final else ([*range(len(documents))],):
+            if rows:
+                chosen = [documents[row] for row in rows]
+                piece = Piece(chosen, [(start, min(lengths[i], stop)) for i in chosen], final=rows == ending)
+                out = read(piece, _select(state, rows))
+                yield piece, out
+        documents, state = [documents[row] for row in continuing], _select(out.state, continuing)
+        start, stop = stop, stop + windows_per_call * stride
 
 
 def _stream_blocks(
-    read: Read, lengths: Sequence[int], documents: list[int], stride: int, overlap: int, block: int, batch_size: int
+    read: Read, lengths: Sequence[int], documents: list[int], *, stride: int, overlap: int, block_windows: int
 ) -> Iterator[tuple[Piece, RecurrentOutput]]:
-    """Read each document alone, a full block at a time, and the ends of several together."""
-    for is_new in (False, True):  # ends of long documents have a state, short documents have none
-        ends: list[tuple[int, int, State | None]] = []  # document, first token, state
-        for i in documents:
-            start, stop, state = 0, block * stride + overlap + 1, None
-            if (lengths[i] <= stop) != is_new:
-                continue
-            while lengths[i] > stop:
-                piece = Piece([i], [(start, stop)], final=False)
-                out = read(piece, state)
-                yield piece, out
-                start, stop, state = stop, stop + block * stride, out.state
-            windows = sum(-(-(lengths[j] - begin) // stride) for j, begin, _ in (*ends, (i, start, state)))
-            if ends and (windows > block or len(ends) == batch_size):
-                yield _read_ends(read, lengths, ends)
-                ends = []
-            ends.append((i, start, state))
-        if ends:
-            yield _read_ends(read, lengths, ends)
-
-
-def _read_ends(
-    read: Read, lengths: Sequence[int], ends: list[tuple[int, int, State | None]]
-) -> tuple[Piece, RecurrentOutput]:
-    """Read what is left of documents, all of which have a state, or none."""
-    piece = Piece([i for i, *_ in ends], [(start, lengths[i]) for i, start, _ in ends], final=True)
-    states = [state for *_, state in ends if state is not None]
-    return piece, read(piece, State.cat(states) if states else None)
+    """Read each document alone, a full block at a time, and then the ends of all together."""
+    starts, states = [], list[State]()
+    for i in documents:
+        start, end, state = 0, _start_of_end(lengths[i], stride, overlap, block_windows), None
+        while start < end:
+            stop = start + block_windows * stride + (overlap + 1) * (start == 0)
+            piece = Piece([i], [(start, stop)], final=False)
+            out = read(piece, state)
+            yield piece, out
+            start, state = stop, out.state
+        starts.append(start)
+        states += [] if state is None else [state]
+    spans = [(start, lengths[i]) for start, i in zip(starts, documents, strict=True)]
+    piece = Piece(documents, spans, final=True)
+    yield piece, read(piece, State.cat(states) if states else None)
 
 
 def _select(state: State | None, rows: list[int]) -> State | None:

@@ -25,6 +25,7 @@ from ..backbones.attention import unwrapped_name
 from ..backbones.discovery import NotUnderstood, discover
 from ..config import RecurrenceConfig, RecurrentModelConfig, default_window
 from ..data.tokenization import check_tokenizer, without_length_limit
+from ..engine.run_policy import NO_MODEL_PARALLEL, is_split
 from ..memories.kinds import MemoryChoice
 from ..memories.reach import Reach, check_reach, memory_with_reach
 from ..memories.vector import VectorMemoryConfig
@@ -121,6 +122,8 @@ def add_recurrence(
     check_no_adapters(model)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
+    if is_split(model.parameters()):
+        raise ValueError(f"the model's weights are split among processes: {NO_MODEL_PARALLEL}")
     _use_sdpa(model)
     architecture = ensure_architecture(model)
     if head is not None:

@@ -20,6 +20,7 @@ _REASONS = {
     "output_attentions": "the windows of a document have attention of their own, also to carried positions. Leave it "
     "out; `carryforward inspect` shows the attention to the state.",
 }
+_OF_PACKED = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # come with packed rows
 
 
 def check_overlap(config: RecurrentModelConfig, value: int | None, prefix: int | None = None) -> int:
@@ -239,6 +240,7 @@ def _within(x: Tensor, size: int) -> bool:
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Check arguments that peft and others pass to every model: their values must request nothing."""
+    _refuse_packed(arguments)
     for name, value in arguments.items():
         if name not in NEUTRAL:
             raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
@@ -247,6 +249,18 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
         elif value is not None and value is not False:
             reason = _REASONS.get(name, "a document has many windows, each its own. Leave it out.")
             raise ValueError(f"{name} is not supported: {reason}")
+
+
+def _refuse_packed(arguments: dict[str, Any]) -> None:
+    """Refuse rows that hold several documents: a state would pass from one to the next."""
+    positions = arguments.get("position_ids")
+    restarts = isinstance(positions, Tensor) and bool((positions == 0).sum(dim=-1).gt(1).any())
+    given = ["position_ids"] * restarts + [name for name in _OF_PACKED if arguments.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"the batch is packed ({given[0]}): several documents stand in one row, and the state would pass from one "
+            "to the next. Give each document its own row; with TRL: packing=False and padding_free=False."
+        )
 
 
 def check_token_types(values: Tensor | None) -> None:

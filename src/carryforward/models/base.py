@@ -27,7 +27,7 @@ from ..engine.activation_budget import ActivationBudget
 from ..engine.batch_plan import BatchPlan
 from ..engine.block_size import BlockSize
 from ..engine.graph_cache import FastPath, GraphCache
-from ..engine.run_policy import is_sharded
+from ..engine.run_policy import NO_MODEL_PARALLEL, is_sharded
 from ..engine.window_program import OutputSpec
 from ..memories.collection import Memories
 from ..state import State
@@ -364,6 +364,8 @@ class RecurrentPreTrainedModel(WindowRunner):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as every Hugging Face model does; weights that are missing or do not fit are an error."""
+        if any(kwargs.get(name) is not None for name in ("tp_plan", "distributed_config")):
+            raise ValueError(f"{pretrained_model_name_or_path}: {NO_MODEL_PARALLEL}")
         from .verification import verify_again  # it makes models of its own
 
         loaded = checkpoints.load_strictly(super().from_pretrained, cls, pretrained_model_name_or_path, *args, **kwargs)

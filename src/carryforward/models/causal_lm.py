@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import can_return_tuple
 
+from ..config import RecurrentModelConfig
 from ..engine.loss import projected_nll_sum
 from ..engine.window_model import WindowInputs
 from ..state import State
@@ -16,6 +17,7 @@ from ..utils.checks import check_flag
 from . import argument_checks
 from .generation.generate import Generation, check_cache
 from .generation.window_cache import WindowCache
+from .headless import without_head
 from .outputs import RecurrentOutput, columns_to_keep
 from .token_model import TokenOutputModel
 
@@ -25,6 +27,24 @@ class RecurrentForCausalLM(TokenOutputModel, Generation, GenerationMixin):  # tr
 
     auto_class = "AutoModelForCausalLM"
     _capturable_outputs = False
+
+    _made = False
+
+    def __init__(self, config: RecurrentModelConfig, base: PreTrainedModel | None = None):
+        super().__init__(config, base)
+        self._made = True
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """This model without its head, for those who compute a loss from hidden states, as TRL does.
+
+        Transformers asks for it while the model is made and before its weights are loaded: then it is the model itself.
+        """
+        if not self._made or self.device.type == "meta":
+            return self
+        reader = without_head(self)
+        reader.training = self.training
+        return reader
 
     def _token_outputs(self, inputs: dict[str, Any], start: int, width: int) -> tuple[Tensor, Any]:
         outputs = self.base(**inputs, logits_to_keep=width - start)

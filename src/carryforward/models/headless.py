@@ -2,13 +2,17 @@
 """The recurrent model without a head."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from ..state import State
+from ..utils.peft import get_recurrent_model
 from . import argument_checks
+from .base import RecurrentPreTrainedModel
 from .outputs import RecurrentOutput, input_layout
 from .token_model import TokenOutputModel
 
@@ -52,3 +56,24 @@ class RecurrentModel(TokenOutputModel):
             plan, *input_layout(plan, state), hidden_states=self._asks_for_hidden_states(output_hidden_states)
         )
         return RecurrentOutput(last_hidden_state=hidden, **fields)
+
+
+def without_head(model: PreTrainedModel) -> RecurrentModel:
+    """The same model without its head; the weights are shared."""
+    model = get_recurrent_model(model)
+    if isinstance(model, RecurrentModel):
+        return model
+    if not isinstance(model, RecurrentPreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}: make it recurrent with add_recurrence first.")
+    reader, path = _WITHOUT_HEAD.get(model, (None, None))
+    if reader is None or reader.base is not model.backbone or path != model.fast_path:
+        with torch.device("meta"):  # its own recurrence is replaced below: do not draw random numbers for it
+            reader = RecurrentModel(model.config, base=model.backbone)
+        reader.fast_path = model.fast_path
+        _WITHOUT_HEAD[model] = reader, model.fast_path
+    reader.memory = model.memory
+    return reader
+
+
+# By the model with a head. Cached because a RecurrentModel holds captured CUDA graphs, which later calls reuse.
+_WITHOUT_HEAD: WeakKeyDictionary[PreTrainedModel, tuple[RecurrentModel, str]] = WeakKeyDictionary()

@@ -8,6 +8,7 @@ A result is plain JSON with the scores of every question, so that two models can
      "rows": [{"use_state": true, "exact": 43.2, "f1": 56.1, "seconds": 10.0, "scores": {"id": [0.0, 0.5], ...}}]}
 """
 
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,13 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..distributed.journal import Journal
+from ..distributed.processes import ALONE, Processes
+from ..distributed.work_map import WorkMap
 from ..engine.block_size import block_tokens
 from ..models.loading import Loaded, describe_question_answering, load_question_answering
+from ..models.model_files import version_of
 from ..settings.commands import AnswerSettings
 from ..utils import console
 from ..utils.files import result_stem, write_json
 from ..utils.markdown import escape_markdown, markdown_table
-from ..utils.progress import ProgressBar
 from ..utils.provenance import provenance
 from .dataset import Question, read_questions
 from .join_passages import join_passages
@@ -31,11 +35,20 @@ from .predict import PredictedAnswer, answer_all, tokenise_questions
 
 
 def evaluate(
-    names: Sequence[str], settings: AnswerSettings, *, out: Path | None = None, device: str | None = None
+    names: Sequence[str],
+    settings: AnswerSettings,
+    *,
+    out: Path | None = None,
+    device: str | None = None,
+    processes: Processes = ALONE,
 ) -> list[dict[str, Any]]:
     """Score models on the questions of a file; write results and predictions to `out`.
 
     Models can predict "no answer" if at least one question of the file has none.
+
+    Args:
+        out: a folder. If the work is stopped, the same call continues it.
+        processes: of the command; they divide the questions, and each gets all results.
     """
     data = Path(settings.data)
     questions = read_questions(data)
@@ -51,7 +64,9 @@ def evaluate(
         )
     for name in names:  # refuse a wrong model before the first one runs
         describe_question_answering(name, window=settings.window)
-    return [_evaluate_model(name, questions, description, settings, allow_none, out, device) for name in names]
+    return [
+        _evaluate_model(name, questions, description, settings, allow_none, out, device, processes) for name in names
+    ]
 
 
 def _evaluate_model(
@@ -62,33 +77,42 @@ def _evaluate_model(
     allow_none: bool,
     out: Path | None,
     device: str | None,
+    processes: Processes,
 ) -> dict[str, Any]:
-    loaded = load_question_answering(name, window=settings.window, device=device)
+    loaded = load_question_answering(name, window=settings.window, device=processes.device(device))
     options = {option: getattr(settings, option) for option in ("overlap", "max_answer_tokens", "batch_size")}
     options["allow_none"] = allow_none
     used = {"join_words": settings.join_words, **options, "bf16": settings.bf16}
     data_name = description["name"].partition(".")[0]
     stem = result_stem((name, data_name), (description, used, settings.seed, settings.window))
+    model: Any = loaded.model
+    identity = [stem, version_of(name), _digest(questions), model.device.type, torch.__version__]
+    journal = None if out is None else Journal(out, identity)
     rows = []
-    for use_state, answers, seconds in _predict(loaded, questions, options, settings):
+    for use_state, answers, seconds in _predict(loaded, questions, options, settings, processes, journal):
         rows.append({"use_state": use_state, **_scores(questions, answers), "seconds": seconds})
-        if out is not None:
+        if out is not None and processes.is_first:
             out.mkdir(parents=True, exist_ok=True)
             ending = "" if use_state or loaded.untrained else "-without-state"
             write_json(out / f"{stem}{ending}-predictions.json", _official_format(questions, answers))
-    model: Any = loaded.model
     result = {
         "kind": "answers",
         **provenance(str(model.device)),
         "seed": settings.seed,
+        "processes": processes.count,
         "settings": {**used, "block_tokens": block_tokens(model)},
         "model": {"name": name, "recurrent": not loaded.untrained, "window": model.config.recurrence.window},
         "data": description,
         "rows": rows,
     }
-    if out is not None:
-        write_json(out / f"{stem}.json", result)
+    if journal is not None:
+        processes.first(lambda: write_json(journal.out / f"{stem}.json", result))
+        processes.first(journal.delete)
     return result
+
+
+def _digest(questions: Sequence[Question]) -> str:
+    return hashlib.blake2b(repr(questions).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _describe(questions: Sequence[Question], name: str) -> dict[str, Any]:
@@ -102,7 +126,12 @@ def _describe(questions: Sequence[Question], name: str) -> dict[str, Any]:
 
 
 def _predict(
-    loaded: Loaded, questions: Sequence[Question], options: dict[str, Any], settings: AnswerSettings
+    loaded: Loaded,
+    questions: Sequence[Question],
+    options: dict[str, Any],
+    settings: AnswerSettings,
+    processes: Processes,
+    journal: Journal | None,
 ) -> Iterator[tuple[bool, list[PredictedAnswer], float]]:
     """Yield `use_state`, the best answers and the seconds taken: with the state, and without it as a control."""
     model: Any = loaded.model
@@ -111,10 +140,13 @@ def _predict(
     for use_state in [False] if loaded.untrained else [True, False] if settings.control else [True]:
         start = time.monotonic()
         with (
-            ProgressBar(f"{loaded.name}{'' if use_state else ', without state'}", tokens, "tokens") as bar,
+            processes.progress_bar(
+                f"{loaded.name}{'' if use_state else ', without state'}", tokens, "tokens"
+            ) as progress,
             torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16),
         ):
-            answers = answer_all(model, tokenised, use_state=use_state, progress=bar.advance, **options)
+            work_map = WorkMap(processes, journal, f"use_state {use_state}")
+            answers = answer_all(model, tokenised, use_state=use_state, progress=progress, work_map=work_map, **options)
         yield use_state, [best for best, *_ in answers], time.monotonic() - start
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answer questions about documents of any length: text, characters and probability of each answer."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from transformers.utils import logging
 from ..backbones.modes import eval_mode
 from ..data.samples import batch_by_length, pad
 from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
+from ..distributed.work_map import WorkMap
 from ..models import argument_checks
 from ..models.model_files import load_tokenizer
 from ..models.question_answering import ANSWER_KINDS, RecurrentForQuestionAnswering
@@ -147,10 +150,12 @@ def answer_all(
     use_state: bool | None = None,
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda tokens: None,
+    work_map: WorkMap | None = None,
 ) -> list[list[PredictedAnswer]]:
     """Find the best answers to many questions, in their order.
 
-    Arguments are those of `answer`; `progress` is called with the number of document tokens just read.
+    Arguments are those of `answer`; `progress` is called with the number of document tokens just read, and `work_map`
+    divides the batches among the processes of a command, which must all make this call.
     """
     check_count("top_k", top_k)
     check_count("max_answer_tokens", max_answer_tokens)
@@ -159,8 +164,11 @@ def answer_all(
     predicts_kinds = model.predicts_kinds
     if allow_none and not predicts_kinds:
         logger.warning_once("The model was not trained to predict that there is no answer, and will always give one.")
-    answers: list[list[PredictedAnswer]] = [[] for _ in questions]
-    for rows in batch_by_length([len(question.document_ids) for question in questions], batch_size):
+    lengths = [len(question.document_ids) for question in questions]
+    batches = batch_by_length(lengths, batch_size)
+
+    def work(number: int) -> list[list[PredictedAnswer]]:
+        rows = batches[number]
         documents = pad([torch.from_numpy(questions[i].document_ids).long() for i in rows])
         with eval_mode(model), torch.inference_mode():
             out = model(
@@ -170,13 +178,24 @@ def answer_all(
             )  # fmt: skip
         kinds = out.kind_logits if predicts_kinds else torch.tensor([[0.0, *[-torch.inf] * 3]]).expand(len(rows), -1)
         logits = [tensor.float().cpu() for tensor in (out.start_logits, out.end_logits, kinds)]
-        for i, starts, ends, kinds in zip(rows, *logits, strict=True):
-            length = len(questions[i].document_ids)
-            answers[i] = best_answers(
-                (starts[:length], ends[:length], kinds), questions[i].question.document, questions[i].offsets,
+        return [
+            best_answers(
+                (starts[: lengths[i]], ends[: lengths[i]], kinds), questions[i].question.document, questions[i].offsets,
                 top_k=top_k, max_answer_tokens=max_answer_tokens, allow_none=allow_none,
-            )  # fmt: skip
+            )
+            for i, starts, ends, kinds in zip(rows, *logits, strict=True)
+        ]  # fmt: skip
+
+    sizes = [sum(lengths[i] for i in rows) for rows in batches]
+    done = (work_map or WorkMap())(sizes, work, finish=_as_json, progress=progress)
+    answers: list[list[PredictedAnswer]] = [[] for _ in questions]
+    for i, candidates in zip(chain(*batches), chain(*done), strict=True):
+        answers[i] = [PredictedAnswer(*fields) for fields in candidates]
     return answers
+
+
+def _as_json(answers: list[list[PredictedAnswer]]) -> list[list[list[Any]]]:
+    return [[list(dataclasses.astuple(one)) for one in candidates] for candidates in answers]
 
 
 def _check_not_empty(tokenised: TokenisedQuestion) -> None:

@@ -40,7 +40,7 @@ NO_CONTROL = "Do not score recurrent models with the state removed."
 MIXED_PRECISION = "Use bfloat16 mixed precision."
 _QUESTIONS = "HotpotQA or SQuAD JSON, or rows of it (also .gz, .xz)."
 MASKED_SHARE = "masked-lm: share of tokens that are to be predicted."
-TEXT_FIELD = "Field that holds the text, in JSON lines and Hub datasets."
+TEXT_FIELD = "Field that holds the text, in JSON, Parquet files and Hub datasets."
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,7 @@ class EvaluateSettings(ScoringSettings):
     window: int | None = setting(None, "Tokens per window, of plain models.", shown="all their positions")
     control: bool = advanced_setting(True, NO_CONTROL)
     reset_every: int | None = advanced_setting(None, "Reset the state every N windows.")
+    bos: bool = advanced_setting(False, "Put the tokenizer's BOS token before each document, as lm-eval does.")
     checksums: str | None = advanced_setting(None, "Folder with the published checksums of PG-19, to verify its books.")
     mask_probability: float | None = advanced_setting(None, MASKED_SHARE, shown=str(MASK_PROBABILITY))
     mask_seed: int = advanced_setting(0, "masked-lm: random seed of the masked tokens.")

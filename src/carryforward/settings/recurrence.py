@@ -45,7 +45,9 @@ MEMORY_TOKENS = "tokens, associative: number of memory tokens."
 KEY_SIZE = "associative: size of keys and queries."
 POOLED_LAYERS_HELP = "vector: layers that are pooled: all, last, or below (those below --insert-at)."
 HIDDEN_SIZES_HELP = "vector: sizes of its network's hidden layers."
-CORPUS = "Corpus: wikitext-103, pg19, NAME=FOLDER, a folder, a .txt or .jsonl file, a Hub dataset, or python-docs."
+CORPUS = (
+    "Corpus: wikitext-103, pg19, NAME=FOLDER, a folder, a .txt, .jsonl or .parquet file, a Hub dataset, python-docs."
+)
 
 
 def kv_setting(default: Any, help: str, shown: str | None = None) -> Any:

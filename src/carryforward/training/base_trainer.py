@@ -23,7 +23,7 @@ from ..utils import checkpoints
 from ..utils.files import SAVING, clear_leftovers, delete_folder, replace_folder
 from ..utils.locks import LOCK, lock_output
 from ..utils.peft import check_trainable_adapters, get_recurrent_model, is_frozen_by_peft
-from .sharding import prepare_sharding
+from .sharding import prepare_sharding, refuse_untested
 
 logger = logging.get_logger(__name__)
 
@@ -57,6 +57,7 @@ class BaseTrainingArguments(TrainingArguments):
     ddp_find_unused_parameters: bool | None = False  # every trained parameter gets a gradient in every step
 
     def __post_init__(self) -> None:
+        refuse_untested(self.deepspeed)
         if self.label_smoothing_factor:
             raise ValueError("label_smoothing_factor is not for recurrent models, which compute their own loss. Use 0.")
         rate = self.recurrence_learning_rate

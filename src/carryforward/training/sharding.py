@@ -16,6 +16,29 @@ def load_weights_on_every_process() -> None:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
+# how `accelerate launch` asks for what is not supported
+_UNTESTED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config (tensor, context or sequence parallelism)",
+}
+
+
+def refuse_untested(deepspeed: Any) -> None:
+    """Refuse ways to train in several processes that were never tested with recurrent models, before anything starts.
+
+    Args:
+        deepspeed: the training argument of this name.
+    """
+    asked = [name for variable, name in _UNTESTED.items() if parse_flag_from_env(variable)]
+    asked += ["DeepSpeed"] if deepspeed else []
+    if asked:
+        raise ValueError(
+            f"{asked[0]} is not supported: recurrent models were never tested with it. Use plain data parallelism, or "
+            "FSDP (--use_fsdp --fsdp_version 2)."
+        )
+
+
 def prepare_sharding(accelerator: Accelerator, model: Any, fsdp: Any) -> None:
     """Choose the units that FSDP shards: the transformer layers, and all the rest together.
 

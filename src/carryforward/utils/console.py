@@ -31,13 +31,24 @@ class _Stderr:
 
 
 stderr = Console(file=_Stderr(), highlight=False)  # type: ignore[arg-type]
+_speaks = False
+
+
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that a launcher has started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def speak() -> None:
+    """Let this process print, although it may not be the first one: it alone knows what went wrong."""
+    global _speaks
+    _speaks = True
 
 
 def note(message: str) -> None:
     """Print a line on stderr, in the first of several processes only."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    stderr.print(message, markup=False, soft_wrap=True)
+    if is_first_process() or _speaks:
+        stderr.print(message, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sentence that says how to install what an optional feature needs."""
+"""Optional packages: how to install what a feature needs."""
+
+from typing import Any
 
 # The packages of each extra, as pyproject.toml has them. By their names they can be installed however carryforward was:
 # from a checkout, a wheel or an index.
@@ -8,6 +10,8 @@ PACKAGES = {
     "hub": ("datasets>=3",),
     "parquet": ("pyarrow>=15",),
     "topics": ("scikit-learn>=1.5", "scipy>=1.11"),
+    "ray": ("ray[data]>=2.40", "pyarrow>=15"),
+    "lm-eval": ("lm-eval[hf]>=0.4.13",),
     "sentences": ("sentence-transformers>=6",),
 }
 
@@ -19,3 +23,13 @@ def install_hint(extra: str) -> str:
     'pip install "pyarrow>=15"'
     """
     return " ".join(["pip install", *(f'"{package}"' for package in PACKAGES[extra])])
+
+
+def import_pyarrow() -> Any:
+    """Return pyarrow with `pyarrow.parquet`; raise a ValueError that says what to install."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"a .parquet file needs pyarrow: {install_hint('parquet')}") from error
+    return pyarrow

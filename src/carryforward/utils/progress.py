@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from .console import note, stderr
+from .console import is_first_process, note, stderr
 
 ProgressCallback = Callable[[int, int | None], object]  # how much is done, and the total if it is known
 LOG_EVERY = 30  # seconds between a command's log lines where there is no terminal
@@ -26,7 +26,7 @@ class _Display(Progress):
 
 
 class ProgressBar:
-    """A progress bar on stderr, if that is a terminal.
+    """A progress bar on stderr, if that is a terminal; of several processes, only the first shows it.
 
     The bar of a command is shown at once; without a terminal, it logs a line every 30 seconds. The bar of a library
     function is shown after 2 seconds and disappears at the end; without a terminal, nothing is shown.
@@ -51,7 +51,7 @@ class ProgressBar:
         self.remark = ""
         self.started = self._logged = time.monotonic()
         self._initial, self._library, self._callback = done, library, callback
-        self._terminal = callback is None and stderr.is_terminal
+        self._terminal = callback is None and stderr.is_terminal and is_first_process()
         self._display: Progress | None = None
 
     def __enter__(self) -> "ProgressBar":

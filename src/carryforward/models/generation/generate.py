@@ -21,7 +21,7 @@ _REFUSED = {
     "cache_implementation": "a recurrent model has its own cache; leave it out",
     "prefill_chunk_size": "prompts are read window by window anyway; leave it out",
     "guidance_scale": "the unconditional text would need a state of its own; leave it out",
-    "output_attentions": "they exist per window only; call the model itself",
+    "output_attentions": "they exist per window only; see `carryforward inspect`",
     "output_hidden_states": "they exist per window only; call the model itself",
     "position_ids": "positions are counted per window; leave it out",
 }
