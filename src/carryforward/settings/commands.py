@@ -9,9 +9,7 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import Any
 
-from ..presets import (
-    PAPER_QA_WINDOW,
-)
+from ..presets import MASK_PROBABILITY, PAPER_QA_WINDOW, TASKS
 from .base import (
     Settings,
     advanced_setting,
@@ -41,6 +39,7 @@ NO_STATE = "Process every window on its own, without the state."
 NO_CONTROL = "Do not score recurrent models with the state removed."
 MIXED_PRECISION = "Use bfloat16 mixed precision."
 _QUESTIONS = "HotpotQA or SQuAD JSON, or rows of it (also .gz, .xz)."
+MASKED_SHARE = "masked-lm: share of tokens that are to be predicted."
 TEXT_FIELD = "Field that holds the text, in JSON, Parquet files and Hub datasets."
 
 
@@ -48,6 +47,7 @@ TEXT_FIELD = "Field that holds the text, in JSON, Parquet files and Hub datasets
 class TrainSettings(RecurrentSettings):
     """Settings of `carryforward train`. The optimisation defaults are the paper's protocol."""
 
+    task: str | None = setting(None, f"What to train: {', '.join(TASKS)}.", shown="that of the model's head and data")
     validation_data: str | None = data_setting(None, "Corpus to validate on.", shown="a split of --data")
     validation: bool = data_setting(True, "Do not validate during training: keep the last weights, not the best.")
     text_field: str = data_setting("text", TEXT_FIELD)
@@ -55,6 +55,7 @@ class TrainSettings(RecurrentSettings):
     max_document_tokens: int | None = data_setting(None, "Use only the first N tokens of each training document.")
     max_validation_tokens: int | None = data_setting(None, "Use only the first N tokens of each validation document.")
 
+    mask_probability: float | None = optimisation_setting(None, MASKED_SHARE, shown=str(MASK_PROBABILITY))
     windows_per_sample: int = optimisation_setting(20, "Windows in a training sample.")
     carry_state: bool = optimisation_setting(False, "Start a sample with the final state of the previous one.")
     learning_rate: tuple[float, ...] = setting(
@@ -88,6 +89,9 @@ class TrainSettings(RecurrentSettings):
                 raise ValueError(f"{flag(name)} {' '.join(map(str, rates))}: learning rates must be above 0.")
         if self.fast_path not in FAST_PATHS:
             raise ValueError(f"--fast-path {self.fast_path}: it must be one of {', '.join(FAST_PATHS)}.")
+        if self.task not in (None, *TASKS):
+            raise ValueError(f"--task {self.task}: it must be one of {', '.join(TASKS)}.")
+        _check_mask_probability(self.mask_probability)
         if not self.epochs > 0:
             raise ValueError(f"--epochs {self.epochs}: it must be above 0.")
         if self.freeze_base and not self.recurrence:
@@ -171,11 +175,19 @@ class EvaluateSettings(ScoringSettings):
     reset_every: int | None = advanced_setting(None, "Reset the state every N windows.")
     bos: bool = advanced_setting(False, "Put the tokenizer's BOS token before each document, as lm-eval does.")
     checksums: str | None = advanced_setting(None, "Folder with the published checksums of PG-19, to verify its books.")
+    mask_probability: float | None = advanced_setting(None, MASKED_SHARE, shown=str(MASK_PROBABILITY))
+    mask_seed: int = advanced_setting(0, "masked-lm: random seed of the masked tokens.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, self, "window", "reset_every")
-        at_least(0, self, "overlap")
+        at_least(0, self, "overlap", "mask_seed")
+        _check_mask_probability(self.mask_probability)
+
+
+def _check_mask_probability(value: float | None) -> None:
+    if value is not None and not 0 < value <= 1:
+        raise ValueError(f"--mask-probability {value}: it must be above 0 and at most 1.")
 
 
 @dataclass(frozen=True)
