@@ -16,10 +16,19 @@ if TYPE_CHECKING:
     from .data.corpora import open_corpus as open_corpus
     from .data.documents import Documents as Documents
     from .data.documents import tokenise as tokenise
+    from .embeddings.chunks import ChunkVectors as ChunkVectors
+    from .data.labelled import LabelledDocuments as LabelledDocuments
+    from .data.labelled import load_labelled as load_labelled
+    from .data.masking import MaskedDocuments as MaskedDocuments
+    from .data.masking import mask_documents as mask_documents
     from .embeddings.encode import TokenVectors as TokenVectors
     from .embeddings.encode import encode as encode
     from .embeddings.sentence_transformers import RecurrentTransformer as RecurrentTransformer
+    from .evaluation.classification import ClassificationScore as ClassificationScore
+    from .evaluation.classification import classification_score as classification_score
     from .evaluation.flops import flops_per_token as flops_per_token
+    from .evaluation.masked import MaskedScore as MaskedScore
+    from .evaluation.masked import masked_score as masked_score
     from .evaluation.perplexity import Perplexity as Perplexity
     from .evaluation.perplexity import perplexity as perplexity
     from .memories.associative import AssociativeMemoryConfig as AssociativeMemoryConfig
@@ -40,6 +49,11 @@ if TYPE_CHECKING:
     from .qa.trainer import QuestionTrainer as QuestionTrainer
     from .qa.trainer import QuestionTrainingArguments as QuestionTrainingArguments
     from .state import State as State
+    from .training.encoder_trainer import ClassificationTrainer as ClassificationTrainer
+    from .training.encoder_trainer import ClassificationTrainingArguments as ClassificationTrainingArguments
+    from .training.encoder_trainer import MaskedTrainer as MaskedTrainer
+    from .training.encoder_trainer import MaskedTrainingArguments as MaskedTrainingArguments
+    from .training.encoder_trainer import TokenClassificationTrainer as TokenClassificationTrainer
     from .training.sharded_step import sharded_backward as sharded_backward
     from .training.trainer import RecurrentTrainer as RecurrentTrainer
     from .training.trainer import RecurrentTrainingArguments as RecurrentTrainingArguments
@@ -55,10 +69,19 @@ _HOME = {
     "read_questions": "qa.dataset",
     "Documents": "data.documents",
     "tokenise": "data.documents",
+    "ChunkVectors": "embeddings.chunks",
+    "LabelledDocuments": "data.labelled",
+    "load_labelled": "data.labelled",
+    "MaskedDocuments": "data.masking",
+    "mask_documents": "data.masking",
     "TokenVectors": "embeddings.encode",
     "encode": "embeddings.encode",
     "Perplexity": "evaluation.perplexity",
     "perplexity": "evaluation.perplexity",
+    "ClassificationScore": "evaluation.classification",
+    "classification_score": "evaluation.classification",
+    "MaskedScore": "evaluation.masked",
+    "masked_score": "evaluation.masked",
     "flops_per_token": "evaluation.flops",
     "RecurrentForCausalLM": "models.causal_lm",
     "RecurrentForMaskedLM": "models.encoders",
@@ -76,6 +99,11 @@ _HOME = {
     "QuestionTrainingArguments": "qa.trainer",
     "RecurrentTransformer": "embeddings.sentence_transformers",
     "State": "state",
+    "ClassificationTrainer": "training.encoder_trainer",
+    "ClassificationTrainingArguments": "training.encoder_trainer",
+    "MaskedTrainer": "training.encoder_trainer",
+    "MaskedTrainingArguments": "training.encoder_trainer",
+    "TokenClassificationTrainer": "training.encoder_trainer",
     "sharded_backward": "training.sharded_step",
     "RecurrentTrainer": "training.trainer",
     "RecurrentTrainingArguments": "training.trainer",

@@ -14,3 +14,5 @@ DEFAULT_GROUP_WINDOWS = 16  # windows of a group, where they see their right nei
 FAR_SELECTIONS = ("attention", "dissimilar", "merged", "lookup")  # how its far positions are selected
 POOLINGS = ("mean", "max", "attention")  # of the memory "vector": how positions become a vector
 POOLED_LAYERS = ("all", "last", "below")  # and of which layers
+MASK_PROBABILITY = 0.15  # of masked language models: the share of tokens that are to be predicted
+TASKS = ("causal-lm", "masked-lm", "classification", "token-classification")  # what `train` and `evaluate` can do

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from carryforward import windows
 from carryforward.data.documents import Documents
-from carryforward.data.samples import EpochSampler, Samples, collate, sample_spans
+from carryforward.data.encoder_samples import MaskedSampler, MaskedSamples
+from carryforward.data.masking import Masking
+from carryforward.data.samples import EpochSampler, Samples, collate, encoder_sample_spans, sample_spans
 
 SHAPES = st.integers(1, 12).flatmap(lambda window: st.tuples(st.just(window), st.integers(0, window - 1)))
 
@@ -85,3 +87,67 @@ def test_the_empty_sample_scores_nothing():
     samples = Samples([[1, 2]], 10, 0, 2)
     assert (samples[1]["labels"] == -100).all()
     assert len(samples[1]["input_ids"]) == 1
+
+
+# --- encoders --------------------------------------------------------------------------------------------------------
+
+SPECIAL = {"prefix": 1, "suffix": 2}
+
+
+@given(st.integers(0, 90), SHAPES, st.integers(1, 5))
+def test_encoders_score_every_token_once_and_read_the_documents_own_windows(length, shape, windows_per_sample):
+    capacity, overlap = shape
+    whole = list(windows.encoder_schedule(length, capacity + 3, overlap, **SPECIAL))
+    pieces, scored = [], []
+    for start, stop, score_from, score_to in encoder_sample_spans(whole, windows_per_sample):
+        own = list(windows.encoder_schedule(stop - start, capacity + 3, overlap, **SPECIAL))
+        for w in own:  # what the sample's labels leave of a window
+            begin, end = max(start + w.score_from, score_from), min(start + w.score_to, score_to)
+            pieces.append(windows.Window(start + w.start, start + w.end, begin, end))
+        scored += range(score_from, score_to)
+    assert pieces == whole, "each token is scored in the window that scores it in the whole document"
+    assert scored == list(range(length))
+
+
+def test_parts_of_a_document_share_its_corruption():
+    """With an overlap, two samples read the same tokens: as the whole document's corruption has them."""
+    document = np.random.default_rng(0).integers(5, 60, size=50)
+    masking = Masking(4, (0, 1, 2, 3, 4), 60, probability=0.5)
+
+    def cut(length):
+        return encoder_sample_spans(windows.encoder_schedule(length, 13, 4, **SPECIAL), 2)
+
+    samples = MaskedSamples([[9], document], cut, masking, seed=5)
+    for epoch in (0, 2):
+        read, labels = masking.corrupt(document, 5, 1, epoch=epoch)
+        found = np.full(50, -100)
+        for index, (number, start, stop, score_from, score_to) in enumerate(samples.spans.tolist()):
+            if number == 1:
+                sample = samples[epoch, index]
+                assert sample["input_ids"].tolist() == read[start:stop].tolist()
+                own = sample["labels"].numpy()
+                assert (own[: score_from - start] == -100).all()
+                assert (own[score_to - start :] == -100).all()
+                found[score_from:score_to] = own[score_from - start : score_to - start]
+        assert found.tolist() == labels.tolist()
+    assert samples[0, 1]["input_ids"].tolist() != samples[1, 1]["input_ids"].tolist()
+    assert (samples[0, len(samples)]["labels"] == -100).all()
+
+
+def test_the_order_of_masked_samples_names_the_epoch():
+    order = MaskedSampler(5, 2, seed=1)
+    order.set_epoch(3)
+    assert list(order) == [(3, index) for index in order.indices(3)]
+
+
+@given(st.integers(0, 90), st.integers(1, 12), st.integers(2, 4), st.integers(1, 5))
+def test_groups_of_windows_are_not_cut(length, capacity, group, windows_per_sample):
+    """A sample read by itself has the groups that it has in the whole document, and every token is scored once."""
+    whole = list(windows.grouped_schedule(length, capacity + 3, group, **SPECIAL))
+    pieces, scored = [], []
+    for start, stop, score_from, score_to in encoder_sample_spans(whole, windows_per_sample):
+        own = windows.grouped_schedule(stop - start, capacity + 3, group, **SPECIAL)
+        pieces += [(start + w.start, start + w.end, start + w.group) for w in own]
+        scored += range(score_from, score_to)
+    assert pieces == [(w.start, w.end, w.group) for w in whole]
+    assert scored == list(range(length))

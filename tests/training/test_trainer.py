@@ -303,7 +303,7 @@ def test_rows_of_batches_read_documents_in_order_and_score_every_target_once():
         assert sorted(used) == list(range(len(samples)))
         for row in table.T:
             spans = [samples.spans[i] for i in row if i < len(samples)]
-            for (document, _, stop, _), (following, start, _, _) in pairwise(spans):
+            for (document, _, stop, *_), (following, start, *_) in pairwise(spans):
                 assert (following == document and start == stop) or start == 0
     assert sampler.indices(0).tolist() != sampler.indices(1).tolist()
     assert len(sampler) == table.size

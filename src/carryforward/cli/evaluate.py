@@ -23,12 +23,14 @@ def evaluate(
             metavar="MODEL", help="Run folders, model folders or Hub names.", show_default="the bundled model"
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for JSON, table, CSV and figure.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder for JSON, table, CSV, figure and predictions.")
+    ] = None,
     config: Config = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Measure perplexity and FLOPs on a corpus, at one or several overlaps, with and without the state."""
+    """Measure perplexity, masked tokens or classes, and FLOPs, at some overlaps, with and without the state."""
     with user_errors(out), launched() as processes:
         from ..evaluation import report
         from ..evaluation.evaluate import check

@@ -116,7 +116,7 @@ def _local_splits(source: str, path: Path, field: str) -> Splits:
         splits = (
             paper_corpora.wikitext(path)
             or _split_folders(path)
-            or _row_folder(path, field)
+            or _row_corpora(path, field)
             or _split_files(path)
             or _flat_folder(path)
         )
@@ -124,7 +124,7 @@ def _local_splits(source: str, path: Path, field: str) -> Splits:
             raise ValueError(f"{source}: there is no text in this folder. Accepted: {_ACCEPTED}.")
         return splits
     if path.suffix.lower() in row_files.FORMATS and path.is_file():
-        return _row_file(path, field)
+        return _row_corpora(path, field)
     if path.suffix.lower() == ".txt" and path.is_file():
         return {split: partial(_text_corpus, path.stem, split, path.parent, [path.name]) for split in ("train", ALL)}
     raise ValueError(
@@ -188,33 +188,53 @@ def _flat_folder(folder: Path) -> Splits:
     }
 
 
-def _row_folder(folder: Path, field: str) -> Splits:
-    """Return the splits of a folder with a file of rows per split."""
-    for suffix in row_files.FORMATS:
-        files = _match_splits({path.name for path in folder.glob(f"*{suffix}")}, suffix)
-        if files:
-            paths = {split: folder / file for split, file in files.items()}
-            return {split: partial(_row_corpus, _folder_name(folder), split, paths[split], field) for split in files}
-    return {}
+@dataclasses.dataclass(frozen=True)
+class RowSplit:
+    """The rows of a file that are a split.
+
+    Attributes:
+        name: of the source, for results.
+        belongs: whether a row, by its number, belongs to the split; None if the whole file does.
+    """
+
+    name: str
+    split: str
+    path: Path
+    belongs: row_files.Belongs | None = None
 
 
-def _row_file(path: Path, field: str) -> Splits:
-    """Return the splits of a single file of rows."""
+def find_rows(path: Path, suffixes: Iterable[str] = tuple(row_files.FORMATS)) -> dict[str, RowSplit]:
+    """Return the splits of a folder with a file of rows per split, or of a single file of rows; none of other files.
+
+    Args:
+        suffixes: of the files to look at.
+    """
+    if path.is_dir():
+        for suffix in suffixes:
+            files = _match_splits({file.name for file in path.glob(f"*{suffix}")}, suffix)
+            if files:
+                return {split: RowSplit(_folder_name(path), split, path / file) for split, file in files.items()}
+    if path.suffix.lower() not in suffixes or not path.is_file():
+        return {}
     form = row_files.FORMATS[path.suffix.lower()]
     numbers = form.numbers(path)
     if not numbers:
         raise ValueError(f"{path} is empty: there is no document in it.")
     splits = _hash_splits(map(form.name, numbers), len(numbers), numbers)
-    return {split: partial(_row_corpus, path.stem, split, path, field, belongs) for split, belongs in splits.items()}
+    return {split: RowSplit(path.stem, split, path, belongs) for split, belongs in splits.items()}
 
 
-def _row_corpus(name: str, split: str, path: Path, field: str, belongs: row_files.Belongs | None = None) -> Corpus:
-    """Return a corpus of the rows of a file, or of those that belong to a split."""
-    form = row_files.FORMATS[path.suffix.lower()]
-    settings = (field,) if belongs is None else (field, split)
-    digest = partial(texts.digest_files, path.parent, [path.name], *settings)
-    read = partial(form.read, path, field, belongs or (lambda number: True))
-    return Corpus(name, split, read, digest, form.size(path, field))
+def _row_corpora(path: Path, field: str) -> Splits:
+    return {split: partial(_row_corpus, rows, field) for split, rows in find_rows(path).items()}
+
+
+def _row_corpus(rows: RowSplit, field: str) -> Corpus:
+    """Return a corpus of the rows of a split."""
+    form = row_files.FORMATS[rows.path.suffix.lower()]
+    settings = (field,) if rows.belongs is None else (field, rows.split)
+    digest = partial(texts.digest_files, rows.path.parent, [rows.path.name], *settings)
+    read = partial(form.read, rows.path, field, rows.belongs or (lambda number: True))
+    return Corpus(rows.name, rows.split, read, digest, form.size(rows.path, field))
 
 
 def _hash_splits(

@@ -5,7 +5,7 @@ An epoch scores every target of every document exactly once, including short doc
 order depends only on the seed and the epoch, so any number of processes sees the same global batches.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from .. import windows
 from ..utils.checks import check_count
-from ..windows import IGNORE
+from ..windows import IGNORE, Window
 from .tokenization import token_array
 
 
@@ -29,10 +29,32 @@ def sample_spans(length: int, window: int, overlap: int, windows_per_sample: int
     >>> list(sample_spans(25, window=10, overlap=3, windows_per_sample=2))
     [(0, 18, 1), (14, 25, 18)]
     """
-    schedule = list(windows.schedule(length, window, overlap))
-    for i in range(0, len(schedule), windows_per_sample):
-        first, last = schedule[i], schedule[min(i + windows_per_sample, len(schedule)) - 1]
+    for first, last in _samples_of(windows.schedule(length, window, overlap), windows_per_sample):
         yield first.start, last.score_to, first.score_from
+
+
+def encoder_sample_spans(schedule: Iterable[Window], windows_per_sample: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the (start, stop, score_from, score_to) of a document's samples for an encoder, from its windows: tokens
+    [start, stop) are read, and [score_from, score_to) are scored. With an overlap, samples share tokens, each scored by
+    one of them.
+
+    >>> list(encoder_sample_spans(windows.encoder_schedule(17, 10, 4, prefix=1, suffix=1), 2))
+    [(0, 12, 0, 10), (8, 17, 10, 17)]
+    """
+    for first, last in _samples_of(schedule, windows_per_sample):
+        yield first.start, last.end, first.score_from, last.score_to
+
+
+def _samples_of(schedule: Iterable[Window], windows_per_sample: int) -> Iterator[tuple[Window, Window]]:
+    """The first and the last window of each sample. A group of windows that see both neighbours is never cut."""
+    sample: list[Window] = []
+    for window in schedule:
+        if len(sample) >= windows_per_sample and window.begins_group:
+            yield sample[0], sample[-1]
+            sample = []
+        sample.append(window)
+    if sample:
+        yield sample[0], sample[-1]
 
 
 def make_sample(document: Any, start: int, stop: int, score_from: int) -> dict[str, Tensor]:
@@ -71,13 +93,48 @@ def check_documents(documents: Sequence[Any], name: str = "documents") -> None:
         token_array(document[:1], f"{name}[{i}]")
 
 
-class Samples(Dataset):
-    """All samples of a sequence of documents. Index `len(samples)` is an empty sample, which fills up the last batch.
+class DocumentSamples(Dataset):
+    """Parts of documents that are trained on. Index `len(samples)` is an empty sample, which fills up the last batch.
 
     Attributes:
-        spans: document, start, stop and `score_from` of each sample, [N, 4].
-        targets: the number of targets of each sample, [N].
+        spans: document, start, stop, `score_from` and `score_to` of each sample, [N, 5]: tokens [start, stop) are read,
+            and [score_from, score_to) are scored.
+        targets: the tokens that each sample may score, [N].
     """
+
+    def __init__(self, documents: Sequence[Any], cut: Callable[[int], Iterable[tuple[int, ...]]], nothing: str):
+        """
+        Args:
+            cut: the spans of a document of some length, without its index.
+            nothing: what is wrong with documents that give no sample.
+        """
+        check_documents(documents)
+        self.documents = documents
+        spans = [(index, *span) for index, document in enumerate(documents) for span in cut(len(document))]
+        if not spans:
+            raise ValueError(f"Nothing to train on: none of the {len(documents)} documents has {nothing}.")
+        self.spans = np.array(spans, dtype=np.int64)
+
+    @property
+    def targets(self) -> np.ndarray:
+        return self.spans[:, 4] - self.spans[:, 3]
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def empty(self) -> dict[str, Tensor]:
+        """The empty sample: one token, without a label."""
+        return {"input_ids": torch.zeros(1, dtype=torch.long), "labels": torch.full((1,), IGNORE)}
+
+    def name(self, index: int) -> str:
+        """Return the document and the tokens of a sample, for messages."""
+        document, start, stop, *_ = self.spans[index].tolist()
+        names = getattr(self.documents, "names", None)
+        return f"{names[document] if names is not None else document}, tokens {start}-{stop}"
+
+
+class Samples(DocumentSamples):
+    """Samples of a causal language model."""
 
     def __init__(
         self, documents: Sequence[Any], window: int, overlap: int, windows_per_sample: int, *, carry_state: bool = False
@@ -87,37 +144,21 @@ class Samples(Dataset):
             carry_state: the state is carried from sample to sample, so a sample starts where the previous one ended.
         """
         check_count("windows_per_sample", windows_per_sample)
-        check_documents(documents)
-        self.documents = documents
-        spans = [
-            (index, *span)
-            for index, document in enumerate(documents)
-            for span in sample_spans(len(document), window, overlap, windows_per_sample)
-        ]
-        if not spans:
-            raise ValueError(
-                f"Nothing to train on: none of the {len(documents)} documents has a second token to predict."
-            )
-        self.spans = np.array(spans, dtype=np.int64)
+
+        def cut(length: int) -> Iterator[tuple[int, ...]]:
+            for start, stop, score_from in sample_spans(length, window, overlap, windows_per_sample):
+                yield start, stop, score_from, stop
+
+        super().__init__(documents, cut, "a second token to predict")
         if carry_state:  # the state contains the tokens that overlap with the previous sample
             later = self.spans[:, 1] > 0
             self.spans[later, 1] = self.spans[later, 3]
-        self.targets = self.spans[:, 2] - self.spans[:, 3]
-
-    def __len__(self) -> int:
-        return len(self.spans)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if index == len(self):  # the empty sample: one token, without a label
-            return {"input_ids": torch.zeros(1, dtype=torch.long), "labels": torch.full((1,), IGNORE)}
-        document, start, stop, score_from = self.spans[index].tolist()
+        if index == len(self):
+            return self.empty()
+        document, start, stop, score_from, _ = self.spans[index].tolist()
         return make_sample(self.documents[document], start, stop, score_from)
-
-    def name(self, index: int) -> str:
-        """Return the document and the tokens of a sample, for messages."""
-        document, start, stop, _ = self.spans[index].tolist()
-        names = getattr(self.documents, "names", None)
-        return f"{names[document] if names is not None else document}, tokens {start}-{stop}"
 
 
 def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -163,7 +204,7 @@ class StatefulBatchSampler(EpochSampler):
     another, sample by sample. Documents are assigned to rows once, to fill them evenly; in each row, their order is
     shuffled by seed and epoch."""
 
-    def __init__(self, samples: Samples, rows: int, seed: int):
+    def __init__(self, samples: DocumentSamples, rows: int, seed: int):
         super().__init__(len(samples), rows, seed)
         starts = np.flatnonzero(np.diff(samples.spans[:, 0], prepend=-1))
         self.documents = np.split(np.arange(self.count), starts[1:])  # the samples of each document

@@ -125,6 +125,12 @@ def read_lines(path: Path) -> Iterator[str]:
 def read_json_lines(path: Path, field: str, belongs: Callable[[int], bool] = lambda number: True) -> Iterator[Text]:
     """Yield the text of each JSON object, one per line. Blank lines are skipped, and those whose number, counted from
     1, does not `belong`."""
+    for number, row, where in read_json_rows(path, belongs):
+        yield Text(f"line-{number}", get_text(row, field, where))
+
+
+def read_json_rows(path: Path, belongs: Callable[[int], bool] = lambda number: True) -> Iterator[tuple[int, dict, str]]:
+    """Yield the number of each line, its JSON object, and the place to name in messages. Lines as `read_json_lines`."""
     for number, line in enumerate(read_lines(path), 1):
         if not line.strip() or not belongs(number):
             continue
@@ -135,7 +141,7 @@ def read_json_lines(path: Path, field: str, belongs: Callable[[int], bool] = lam
             raise ValueError(f"{error} Put one object on each line.") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where} is not a JSON object but {type(row).__name__}. Put one object on each line.")
-        yield Text(f"line-{number}", get_text(row, field, where))
+        yield number, row, where
 
 
 def get_text(row: dict, field: str, where: str) -> str:

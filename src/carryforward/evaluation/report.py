@@ -14,6 +14,12 @@ Reads JSON only; imports neither torch nor transformers. The format of a result 
                "bytes": 1, "line_ends": 1, "word_perplexity": 1.0, "token_perplexity": 1.0, "bits_per_byte": 1.0,
                "flops": {"base": 1.0, "recurrence": 1.0, "vocabulary": 1.0}, "seconds": 1.0}]}
 
+Results of encoders have a "task" ("masked-lm", "classification" or "token-classification"), and rows of other keys:
+
+    masked-lm: "targets", "nats", "correct", "loss", "accuracy", and "by_distance": a list of {"from": 4, "to": 7,
+        "targets": 1, "nats": 1.0, "correct": 1}, where null stands for targets whose window cuts nothing
+    the others: "scored", "nats", "loss", "accuracy", "macro_f1"
+
 A recurrent model's row with `use_state` false is its control and is shown beside the row with the state. Results with
 different data, split, `max_tokens` or number of documents go to separate tables. If a model was evaluated twice in the
 same way, table and figure show the newest result; the CSV file has both.
@@ -25,24 +31,34 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..presets import TASKS
 from ..settings.base import MAX_INTEGER
 from ..utils.files import clear_leftovers, result_stem, write_json, write_text
 from ..utils.locks import lock_output
 from ..utils.markdown import escape_markdown, markdown_table
 from ..utils.parsing import read_json
 from ..utils.plotting import Line, Point, perplexity_figure, save_figure, skip_without_matplotlib
+from .encoder_report import border_figure, classification_tables, masked_tables
+from .result_series import (
+    Result,
+    Row,
+    Series,
+    by_data,
+    check_not_empty,
+    cost,
+    flops_text,
+    number,
+    overlap_text,
+    variant,
+    with_notes,
+)
 
 logger = logging.getLogger(__name__)
 _LOCK = ".carryforward.report"  # held for a moment, and not the one of a run that may use the same folder
-
-Result = dict[str, Any]
-Row = dict[str, Any]
-# A model's rows by overlap: (with state, without state); one of them may be missing.
-Series = dict[int, tuple[Row | None, Row | None]]
 
 _Types = tuple[type, ...]
 _NONE = type(None)
@@ -50,9 +66,14 @@ _COUNT, _NUMBER, _NUMBER_OR_NONE = (int,), (int, float), (int, float, _NONE)
 _REQUIRED: dict[str, dict[str, _Types]] = {  # keys that are needed, and the types of their values
     "model": {"name": (str,), "recurrent": (bool,), "window": _COUNT},
     "data": {"name": (str,), "split": (str,), "documents": _COUNT, "words": _COUNT, "max_tokens": (int, _NONE)},
-    "row": {"overlap": _COUNT, "use_state": (bool,), "untrained_overlap": (bool,), "nats": _NUMBER, "words": _COUNT,
-            "line_ends": _COUNT, "word_perplexity": _NUMBER_OR_NONE, "token_perplexity": _NUMBER_OR_NONE,
-            "bits_per_byte": _NUMBER_OR_NONE, "flops": (dict,)},
+    "row": {"overlap": _COUNT, "use_state": (bool,), "untrained_overlap": (bool,), "nats": _NUMBER, "flops": (dict,)},
+    "causal-lm": {"words": _COUNT, "line_ends": _COUNT, "word_perplexity": _NUMBER_OR_NONE,
+                  "token_perplexity": _NUMBER_OR_NONE, "bits_per_byte": _NUMBER_OR_NONE},
+    "masked-lm": {"targets": _COUNT, "correct": _COUNT, "loss": _NUMBER_OR_NONE, "accuracy": _NUMBER_OR_NONE,
+                  "by_distance": (list,)},
+    **{task: {"scored": _COUNT, "accuracy": _NUMBER_OR_NONE, "macro_f1": _NUMBER_OR_NONE} for task in TASKS[2:]},
+    "distance": {"from": (int, _NONE), "to": (int, _NONE), "targets": _COUNT, "nats": _NUMBER, "correct": _COUNT},
+    "masking": {"probability": _NUMBER, "seed": _COUNT},
     "flops": dict.fromkeys(("base", "recurrence", "vocabulary"), _NUMBER_OR_NONE),
 }  # fmt: skip
 
@@ -106,11 +127,9 @@ def _read(file: Path) -> Result:
     result = read_json(file, "Run its evaluation again.")
     if not isinstance(result, dict) or result.get("kind") != "evaluation":
         raise _NotAResultError(f'{file} is not a result of `carryforward evaluate` (it lacks "kind": "evaluation").')
-    rows = result.get("rows")
-    parts = [("model", result.get("model")), ("data", result.get("data"))]
-    for row in rows if isinstance(rows, list) and rows else [None]:
-        parts += [("row", row), ("flops", row.get("flops") if isinstance(row, dict) else None)]
-    for name, part in parts:
+    if _task(result) not in TASKS:
+        raise ValueError(f"{file} is damaged: task {_task(result)!r} is none. Run its evaluation again.")
+    for name, part in _parts(result):
         missing = [key for key in _REQUIRED[name] if not isinstance(part, dict) or key not in part]
         if missing:
             raise ValueError(f"{file}: {name} lacks {', '.join(missing)}. Run its evaluation again.")
@@ -122,6 +141,22 @@ def _read(file: Path) -> Result:
     return result
 
 
+def _parts(result: Result) -> Iterator[tuple[str, Any]]:
+    """The parts of a result that must have certain keys, each with its name in `_REQUIRED`."""
+    data, rows, task = result.get("data"), result.get("rows"), _task(result)
+    yield "model", result.get("model")
+    yield "data", data
+    if task == "masked-lm":
+        yield "masking", data.get("masking") if isinstance(data, dict) else None
+    row: Any
+    for row in rows if isinstance(rows, list) and rows else [None]:
+        yield "row", row
+        yield task, row
+        yield "flops", row.get("flops")  # a dictionary: what is yielded is checked before the next part is
+        for group in row["by_distance"] if task == "masked-lm" else ():
+            yield "distance", group
+
+
 def _has_type(value: Any, types: _Types) -> bool:
     """Whether a value of a file has one of the types. True and False are no numbers, and counts have a usual size."""
     if isinstance(value, bool):
@@ -130,35 +165,50 @@ def _has_type(value: Any, types: _Types) -> bool:
 
 
 def markdown(results: list[Result]) -> str:
-    """A table for each data set: one line per model and overlap, with the perplexity without state in a column."""
+    """A table for each data set: one line per model and overlap, with the result without state in a column."""
+    check_not_empty(results)
+    return "\n".join(tables(own) for task, tables in _TABLES.items() if (own := _of(task, results)))
+
+
+def _of(task: str, results: list[Result]) -> list[Result]:
+    return [result for result in results if _task(result) == task]
+
+
+def _task(result: Result) -> str:
+    return result.get("task") or TASKS[0]
+
+
+def _perplexity_tables(results: list[Result]) -> str:
     tables = []
-    for title, models in _by_data(results).items():
+    for title, models in by_data(results).items():
         count_line_ends = title.lower().startswith("wikitext")
         head = ["model", "overlap", "FLOPs/token", "word perplexity", "state removed", "token perplexity", "bits/byte"]
         if count_line_ends:
             head.insert(5, "word perplexity, line ends counted")
-        lines, any_untrained = [], False
+        lines = []
         for name, (_, series) in models.items():
             for overlap, (row, control) in sorted(series.items()):
-                untrained = any(r and r["untrained_overlap"] for r in (row, control))
-                any_untrained |= untrained
-                label = f"{overlap}\\*" if untrained else f"{overlap}"
-                columns = [_number(r, "word_perplexity") for r in (row, control)]
+                columns = [number(r, "word_perplexity") for r in (row, control)]
                 if count_line_ends:
-                    columns.append(_number(_with_line_ends(row), "with_line_ends"))
-                columns += [_number(row, "token_perplexity"), _number(row, "bits_per_byte", digits=4)]
-                lines.append([escape_markdown(name), label, flops_text(_cost(row or control)), *columns])
-        text = [f"### {escape_markdown(title)}", "", markdown_table(head, lines), ""]
-        text.append("FLOPs/token: layers and recurrence, without the vocabulary projection.")
-        if any_untrained:
-            text += ["", "\\* not the overlap the model was trained at."]
-        tables.append("\n".join(text) + "\n")
+                    columns.append(number(_with_line_ends(row), "with_line_ends"))
+                columns += [number(row, "token_perplexity"), number(row, "bits_per_byte", digits=4)]
+                label = overlap_text(overlap, row, control)
+                lines.append([escape_markdown(name), label, flops_text(cost(row or control)), *columns])
+        tables.append(with_notes(title, markdown_table(head, lines)))
     return "\n".join(tables)
+
+
+_TABLES: dict[str, Callable[[list[Result]], str]] = {
+    "causal-lm": _perplexity_tables,
+    "masked-lm": masked_tables,
+    "classification": classification_tables,
+    "token-classification": classification_tables,
+}
 
 
 def csv_text(results: list[Result]) -> str:
     """All values in full precision: one line per row of a result, with nested keys joined by dots."""
-    _check_not_empty(results)
+    check_not_empty(results)
     flat = []
     for result in results:
         shared = dict(_flatten({key: value for key, value in result.items() if key != "rows"}))
@@ -181,7 +231,7 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
         clear_leftovers(target)
         for result in results:
             parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
-            name = result_stem(parts, (result["data"], _variant(result), [row["overlap"] for row in result["rows"]]))
+            name = result_stem(parts, (result["data"], variant(result), [row["overlap"] for row in result["rows"]]))
             write_json(target / f"{name}.json", result)
         write(load(target), target)
 
@@ -195,14 +245,21 @@ def flops_table(rows: list[Row]) -> str:
 
 
 def write(results: list[Result], folder: str | os.PathLike) -> None:
-    """Write table.md, results.csv and, if matplotlib is installed, figure.png; each of them atomically."""
+    """Write table.md, results.csv and, if matplotlib is installed, figure.png (perplexity against FLOPs) and
+    borders.png (the loss of masked tokens by distance to a border); each of them atomically."""
     texts = {"table.md": markdown(results), "results.csv": csv_text(results)}
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_text(target / name, text)
-    with skip_without_matplotlib(target / "figure.png"):
-        figure(results, target / "figure.png")
+    figures: dict[str, tuple[str, Callable]] = {
+        "causal-lm": ("figure.png", figure),
+        "masked-lm": ("borders.png", border_figure),
+    }
+    for task, (name, draw) in figures.items():
+        if own := _of(task, results):
+            with skip_without_matplotlib(target / name):
+                draw(own, target / name)
 
 
 def figure(results: list[Result], path: str | os.PathLike) -> Any:
@@ -211,7 +268,7 @@ def figure(results: list[Result], path: str | os.PathLike) -> Any:
     Returns:
         The matplotlib figure, which is saved to `path`.
     """
-    plot = perplexity_figure({title: _lines(models) for title, models in _by_data(results).items()})
+    plot = perplexity_figure({title: _lines(models) for title, models in by_data(_of("causal-lm", results)).items()})
     save_figure(plot, path)
     return plot
 
@@ -226,58 +283,8 @@ def _lines(models: dict[str, tuple[bool, Series]]) -> list[Line]:
 
 def _points(rows: list[Row | None]) -> list[Point]:
     """FLOPs, perplexity and label of each row in which both numbers are finite."""
-    finite = [r for r in rows if r and math.isfinite(r["word_perplexity"] or math.inf) and math.isfinite(_cost(r))]
-    return [(_cost(row), row["word_perplexity"], f"{row['overlap']}{'*' * row['untrained_overlap']}") for row in finite]
-
-
-def _check_not_empty(results: list[Result]) -> None:
-    if not results:
-        raise ValueError("results is empty: there is nothing to report. Give the results that `load` returns.")
-
-
-def _by_data(results: list[Result]) -> dict[str, dict[str, tuple[bool, Series]]]:
-    """Title of the data set → label of the model → (whether it is recurrent, its rows). Plain models come first."""
-    _check_not_empty(results)
-    variants: dict[str, list[dict[str, Any]]] = {}
-    windows: dict[str, set[int]] = {}
-    for result in results:
-        variants.setdefault(result["model"]["name"], []).append(_variant(result))
-        windows.setdefault(_title(result["data"]), set()).add(result["model"]["window"])
-    tables: dict[str, dict[str, tuple[bool, Series]]] = {}
-    for result in sorted(results, key=lambda result: str(result.get("date") or "")):
-        model, title = result["model"], _title(result["data"])
-        label = model["name"]
-        for key, value in _variant(result).items():
-            differs = any(variant[key] != value for variant in variants[model["name"]])
-            if differs or (key == "window" and len(windows[title]) > 1):
-                label += f", {key} {value}"
-        _, series = tables.setdefault(title, {}).setdefault(label, (model["recurrent"], {}))
-        for row in result["rows"]:
-            with_state, control = series.get(row["overlap"], (None, None))
-            is_control = model["recurrent"] and not row["use_state"]
-            series[row["overlap"]] = (with_state, row) if is_control else (row, control)
-    return {title: dict(sorted(models.items(), key=lambda item: item[1][0])) for title, models in tables.items()}
-
-
-def _variant(result: Result) -> dict[str, Any]:
-    """Settings other than data and overlap in which two results of one model may differ."""
-    settings = result.get("settings") or {}
-    variant = {"window": result["model"]["window"], "seed": result.get("seed")}
-    return variant | {key: settings.get(key) for key in ("reset_every", "bf16")}
-
-
-def _title(data: dict[str, Any]) -> str:
-    limit = f", max_tokens {data['max_tokens']:,}" if data["max_tokens"] is not None else ""
-    size = f"{data['documents']:,} document{'s' * (data['documents'] != 1)}, {data['words']:,} words{limit}"
-    return f"{data['name']}, {data['split']} ({size})"
-
-
-def _cost(row: Row | None) -> float:
-    """FLOPs per token, without the vocabulary projection; NaN if unknown."""
-    assert row is not None, "an overlap in a series has at least one row"
-    if row["flops"]["base"] is None:
-        return math.nan
-    return row["flops"]["base"] + row["flops"]["recurrence"]
+    finite = [r for r in rows if r and math.isfinite(r["word_perplexity"] or math.inf) and math.isfinite(cost(r))]
+    return [(cost(row), row["word_perplexity"], f"{row['overlap']}{'*' * row['untrained_overlap']}") for row in finite]
 
 
 def _with_line_ends(row: Row | None) -> Row | None:
@@ -286,20 +293,6 @@ def _with_line_ends(row: Row | None) -> Row | None:
         return None
     nats_per_word = row["nats"] / (row["words"] + row["line_ends"])
     return {"with_line_ends": math.exp(nats_per_word) if nats_per_word < 700 else math.inf}
-
-
-def _number(row: Row | None, name: str, digits: int = 2) -> str:
-    value = row[name] if row else None
-    if value is None:
-        return "–"
-    return f"{value:,.{digits}f}" if value < 1e6 else f"{value:.3g}"
-
-
-def flops_text(value: float) -> str:
-    """FLOPs in short form, such as 1.75e8."""
-    if math.isnan(value):
-        return "–"
-    return f"{value:.2e}".replace("e+0", "e").replace("e+", "e")
 
 
 def _flatten(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

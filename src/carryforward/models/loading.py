@@ -2,7 +2,9 @@
 """Models by name: the bundled one, a Hub name, a folder, a GGUF file, or a run of `carryforward train`."""
 
 import contextlib
+import copy
 import reprlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,21 +14,35 @@ import transformers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from ..backbones.architectures import architecture_of, is_known, is_supported, store_architecture
+from ..backbones.attention import unwrapped_name
 from ..backbones.discovery import NotUnderstood, discover
 from ..config import RecurrentModelConfig
 from ..settings.recurrence import BUNDLED
 from ..utils.checkpoints import run_of
 from . import auto
-from .add_recurrence import add_recurrence, savable
+from .add_recurrence import add_recurrence, ensure_architecture, savable
 from .base import RecurrentPreTrainedModel
 from .model_files import load_config, load_model, load_tokenizer
 from .question_answering import RecurrentForQuestionAnswering
+
+logger = logging.get_logger(__name__)
+
+# What encoders are trained for: the ending of a class's name, and the class that loads such models.
+_ENCODER_TASKS: dict[str, tuple[str, Any]] = {
+    "masked-lm": ("ForMaskedLM", AutoModelForMaskedLM),
+    "classification": ("ForSequenceClassification", AutoModelForSequenceClassification),
+    "token-classification": ("ForTokenClassification", AutoModelForTokenClassification),
+}
 
 
 @dataclass
@@ -118,17 +134,104 @@ def describe_causal(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]
 def _causal(name: str, config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
     run, base = run_of(name), config.base_config if isinstance(config, RecurrentModelConfig) else config
     _refuse_encoder(name, base)
-    if run is not None and not run["settings"].get("recurrence", True):
-        return base, run  # a checkpoint of a plain model's run: its recurrence was never trained
-    return config, run
+    return base if _of_plain_run(run) else config, run
 
 
 def _refuse_encoder(name: str, base: PreTrainedConfig) -> None:
     if is_supported(base) and not architecture_of(base).causal:
         raise ValueError(
             f"{name} is an encoder ({base.model_type}), and this needs a causal language model. Encoders are for "
-            "`carryforward embed` and `carryforward qa`."
+            "`carryforward train`, `evaluate`, `embed` and `qa`."
         )
+
+
+def task_of(name: str) -> str | None:
+    """What a model is for, one of `presets.TASKS`, by its config alone. None for an encoder without a head for one of
+    these tasks. A type that nothing is known of counts as causal."""
+    if Path(name).suffix == ".gguf":
+        return "causal-lm"
+    config = load_config(name)
+    base = config.base_config if isinstance(config, RecurrentModelConfig) else config
+    saved_as = str((config.architectures or [""])[0])
+    if is_known(base) and architecture_of(base).causal:
+        return "causal-lm"
+    task = next((task for task, (ending, _) in _ENCODER_TASKS.items() if saved_as.endswith(ending)), None)
+    if task is None and not is_known(base) and not saved_as.endswith(("ForCausalLM", "LMHeadModel")):
+        base = describe(name)
+    is_encoder = task is not None or (is_supported(base) and not architecture_of(base).causal)
+    return task if is_encoder else "causal-lm"
+
+
+def describe_encoder(name: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
+    """What `load_encoder` would load, without its weights: the config, and the record of its run."""
+    config, run = describe(name), run_of(name)
+    recurrent = isinstance(config, RecurrentModelConfig)
+    return config.base_config if recurrent and _of_plain_run(run) else config, run
+
+
+def _of_plain_run(run: dict[str, Any] | None) -> bool:
+    """Whether a model comes from a run without recurrence, whose checkpoints hold a recurrence that was not trained."""
+    return run is not None and not run["settings"].get("recurrence", True)
+
+
+def load_encoder(name: str, task: str, classes: Sequence[str] | None = None) -> Loaded:
+    """Load an encoder with the head of a task, plain or recurrent, and its tokenizer.
+
+    Args:
+        task: "masked-lm", "classification" or "token-classification".
+        classes: the names of a classifier's classes; by default the model's own. A model without a head for the task
+            gets a new one.
+    """
+    own_task, (config, run) = task_of(name), describe_encoder(name)
+    labels: dict[str, Any] = {}
+    if classes is not None:
+        names = dict(enumerate(classes))
+        labels = {"id2label": names, "label2id": {label: number for number, label in names.items()}}
+    if own_task != task:
+        logger.warning("%s has no head for %s: a new one is made, which must be trained.", name, task)
+    if isinstance(config, RecurrentModelConfig):
+        cls = auto.classes()[_architecture(name, config)]
+        model = load_model(cls.from_pretrained, name, dtype=torch.float32)
+        model = model if own_task == task else _change_head(model, task, labels)
+        for one in (model.config, model.config.base_config):
+            for field, value in labels.items():
+                setattr(one, field, value)
+    else:
+        with _without_warnings() if own_task != task else contextlib.nullcontext():  # of weights of another head
+            model = load_model(_ENCODER_TASKS[task][1].from_pretrained, name, dtype=torch.float32, **labels)
+        model = model.base if isinstance(model, RecurrentPreTrainedModel) else model
+    tokenizer = load_tokenizer(name, config)
+    return Loaded(name, _keep(model, tokenizer), tokenizer, run)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers' warnings are not shown."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _change_head(model: RecurrentPreTrainedModel, task: str, labels: dict[str, Any]) -> RecurrentPreTrainedModel:
+    """The same encoder and memory with a new head for a task."""
+    config = copy.deepcopy(model.config.base_config)
+    for field, value in labels.items():
+        setattr(config, field, value)
+    attention = unwrapped_name(config._attn_implementation)
+    headed = _ENCODER_TASKS[task][1].from_config(config, attn_implementation=attention).to(model.dtype)
+    headed.base_model.load_state_dict(model.backbone.state_dict(), strict=False)  # a pooler may be new, as the head is
+    recurrence = RecurrentModelConfig(
+        base_config=headed.config, recurrence=model.config.recurrence, initial_memory=model.config.initial_memory,
+        verified=model.config.verified,
+    )  # fmt: skip
+    ending = _ENCODER_TASKS[task][0]
+    cls = next(cls for one, cls in auto.classes().items() if one.endswith(ending))
+    result = cls(recurrence, base=headed)
+    result.memory = model.memory
+    return result
 
 
 def load_recurrent(name: str, *, window: int | None = None, device: str | None = None) -> Loaded:
@@ -141,13 +244,16 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
         model = load_model(cls.from_pretrained, name, dtype=torch.float32)
         loaded = Loaded(name, _keep(model, tokenizer), tokenizer, run_of(name))
     else:
-        positions = architecture_of(config).max_positions(config)
         plain = load_model(AutoModel.from_pretrained, name, dtype=torch.float32)
-        window = window or min(positions, 512)
-        model = add_recurrence(plain, tokenizer=tokenizer, window=window, memory="vector")  # its state is not used
-        loaded = Loaded(name, model, tokenizer, untrained=True)
+        loaded = Loaded(name, read_in_windows(plain, tokenizer, window), tokenizer, untrained=True)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
+
+
+def read_in_windows(plain: PreTrainedModel, tokenizer: Any, window: int | None = None) -> RecurrentPreTrainedModel:
+    """A plain model without its head that reads documents in windows. Its state means nothing and must not be used."""
+    positions = ensure_architecture(plain).max_positions(plain.config)
+    return add_recurrence(plain, tokenizer=tokenizer, window=window or min(positions, 512), memory="vector")
 
 
 def _architecture(name: str, config: RecurrentModelConfig) -> str:

@@ -9,9 +9,7 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import Any
 
-from ..presets import (
-    PAPER_QA_WINDOW,
-)
+from ..presets import MASK_PROBABILITY, PAPER_QA_WINDOW, TASKS
 from .base import (
     Settings,
     advanced_setting,
@@ -41,6 +39,7 @@ NO_STATE = "Process every window on its own, without the state."
 NO_CONTROL = "Do not score recurrent models with the state removed."
 MIXED_PRECISION = "Use bfloat16 mixed precision."
 _QUESTIONS = "HotpotQA or SQuAD JSON, or rows of it (also .gz, .xz)."
+MASKED_SHARE = "masked-lm: share of tokens that are to be predicted."
 TEXT_FIELD = "Field that holds the text, in JSON, Parquet files and Hub datasets."
 
 
@@ -48,6 +47,7 @@ TEXT_FIELD = "Field that holds the text, in JSON, Parquet files and Hub datasets
 class TrainSettings(RecurrentSettings):
     """Settings of `carryforward train`. The optimisation defaults are the paper's protocol."""
 
+    task: str | None = setting(None, f"What to train: {', '.join(TASKS)}.", shown="that of the model's head and data")
     validation_data: str | None = data_setting(None, "Corpus to validate on.", shown="a split of --data")
     validation: bool = data_setting(True, "Do not validate during training: keep the last weights, not the best.")
     text_field: str = data_setting("text", TEXT_FIELD)
@@ -55,6 +55,7 @@ class TrainSettings(RecurrentSettings):
     max_document_tokens: int | None = data_setting(None, "Use only the first N tokens of each training document.")
     max_validation_tokens: int | None = data_setting(None, "Use only the first N tokens of each validation document.")
 
+    mask_probability: float | None = optimisation_setting(None, MASKED_SHARE, shown=str(MASK_PROBABILITY))
     windows_per_sample: int = optimisation_setting(20, "Windows in a training sample.")
     carry_state: bool = optimisation_setting(False, "Start a sample with the final state of the previous one.")
     learning_rate: tuple[float, ...] = setting(
@@ -88,6 +89,9 @@ class TrainSettings(RecurrentSettings):
                 raise ValueError(f"{flag(name)} {' '.join(map(str, rates))}: learning rates must be above 0.")
         if self.fast_path not in FAST_PATHS:
             raise ValueError(f"--fast-path {self.fast_path}: it must be one of {', '.join(FAST_PATHS)}.")
+        if self.task not in (None, *TASKS):
+            raise ValueError(f"--task {self.task}: it must be one of {', '.join(TASKS)}.")
+        _check_mask_probability(self.mask_probability)
         if not self.epochs > 0:
             raise ValueError(f"--epochs {self.epochs}: it must be above 0.")
         if self.freeze_base and not self.recurrence:
@@ -171,11 +175,19 @@ class EvaluateSettings(ScoringSettings):
     reset_every: int | None = advanced_setting(None, "Reset the state every N windows.")
     bos: bool = advanced_setting(False, "Put the tokenizer's BOS token before each document, as lm-eval does.")
     checksums: str | None = advanced_setting(None, "Folder with the published checksums of PG-19, to verify its books.")
+    mask_probability: float | None = advanced_setting(None, MASKED_SHARE, shown=str(MASK_PROBABILITY))
+    mask_seed: int = advanced_setting(0, "masked-lm: random seed of the masked tokens.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, self, "window", "reset_every")
-        at_least(0, self, "overlap")
+        at_least(0, self, "overlap", "mask_seed")
+        _check_mask_probability(self.mask_probability)
+
+
+def _check_mask_probability(value: float | None) -> None:
+    if value is not None and not 0 < value <= 1:
+        raise ValueError(f"--mask-probability {value}: it must be above 0 and at most 1.")
 
 
 @dataclass(frozen=True)
@@ -212,12 +224,25 @@ class AnswerSettings(Settings):
         at_least(0, self, "overlap")
 
 
+_MODULES = "what a folder of sentence-transformers says"
+
+
 @dataclass(frozen=True)
 class EmbedSettings(Settings):
     """Settings of `carryforward embed`."""
 
-    what: str = setting("document", "What gets a vector: document, tokens or windows.")
-    pooling: str = setting("mean", "Vector of a document: mean (of its token vectors) or state (its last state).")
+    what: str = setting("document", "What gets a vector: document, chunks, tokens or windows.")
+    chunk_size: int | None = setting(None, "Tokens per chunk, for --what chunks.")
+    chunks_field: str | None = setting(
+        None, "Field with a document's chunks: a list of pairs of characters, start and stop."
+    )
+    pooling: str | None = setting(
+        None, "Vector of a document or chunk: mean or max of its token vectors, cls, or state (a document's last one).",
+        shown=f"{_MODULES}, or mean",
+    )  # fmt: skip
+    normalize: bool | None = setting(None, "Give all vectors unit length.", shown=_MODULES)
+    prompt: str | None = setting(None, "Text to put in front of each document, or a prompt's name.", shown=_MODULES)
+    special_tokens: bool | None = advanced_setting(None, "Pool special tokens too.", shown=_MODULES)
     window: int | None = advanced_setting(None, "Tokens per window, of plain models.", shown="at most 512")
     overlap: int | None = advanced_setting(None, OVERLAP, shown=AS_TRAINED)
     state: bool = advanced_setting(True, NO_STATE)
@@ -228,8 +253,13 @@ class EmbedSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, self, "window", "batch_size")
+        at_least(1, self, "window", "batch_size", "chunk_size")
         at_least(0, self, "overlap")
+        given = [name for name in ("chunk_size", "chunks_field") if getattr(self, name) is not None]
+        if given and self.what != "chunks":
+            raise ValueError(f"{flag(given[0])} is for --what chunks, not for --what {self.what}. Leave it out.")
+        if self.what == "chunks" and len(given) != 1:
+            raise ValueError("--what chunks needs --chunk-size or --chunks-field, one of the two.")
         if self.on_error not in ("stop", "skip"):
             raise ValueError(f"--on-error {self.on_error}: it must be stop or skip.")
 
