@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from helpers import families, tiny
+from helpers.snapshots import snapshot
 from torch.testing import assert_close
 
 import carryforward as cf
@@ -58,6 +59,41 @@ def test_discovery_agrees_with_the_table(name, build, head):
 def test_what_is_found(name, found):
     architecture = discover(families.base(name))
     assert {key: getattr(architecture, key) for key in found} == found
+
+
+def thin_encoder(**settings):
+    """One layer as it is initialised: other tokens change its outputs by less than a thousandth."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return hf.ErnieForMaskedLM(hf.ErnieConfig(vocab_size=67, **size, **settings))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_thin_encoder_is_not_taken_for_causal(attention):
+    model = thin_encoder().eval()
+    model.set_attn_implementation(attention)
+    ids = probe_ids(model, 6)
+    with torch.no_grad():
+        one, other = (model.ernie(x).last_hidden_state[:, :-1] for x in (ids, torch.cat([ids[:, :-1], ids[:, :1]], 1)))
+    assert_close(other, one, rtol=0, atol=1e-3 * float(one.abs().max()))  # outputs do not tell
+    assert not discover(model).causal
+
+
+@pytest.mark.parametrize(
+    "name", ["granite", "gpt_bigcode", "stablelm", "gptj", "falcon", "esm", "eurobert", "ernie", "albert"]
+)
+def test_causal_models_are_known_by_what_attention_is_given(name):
+    for attention in ("sdpa", "eager") if families.base(name)._supports_sdpa else ("eager",):
+        model = families.base(name)
+        model.set_attn_implementation(attention)
+        assert discover(model).causal == families.is_causal(name)
+
+
+def test_a_model_with_layers_of_both_kinds_is_refused():
+    model = families.base("ernie")
+    model.ernie.encoder.layer[1].attention.self.is_causal = True
+    with pytest.raises(NotUnderstood, match="some of its layers are causal, others are not"):
+        discover(model)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -168,38 +204,24 @@ def test_a_model_is_as_before_afterwards(name, attention, training):
         model.set_attn_implementation("eager" if name in ("gpt_oss", "gemma2") else attention)
     model.train(training)
     model.base_model.get_input_embeddings().eval()  # a part that is in another mode stays so
-    before, random, ids = _snapshot(model), torch.get_rng_state(), tiny.documents(1, 9)
+    before, random, ids = snapshot(model), torch.get_rng_state(), tiny.documents(1, 9)
     with torch.no_grad():
         expected = model.eval()(input_ids=ids).logits
     model.train(training)
     model.base_model.get_input_embeddings().eval()
     discover(model)
-    assert _snapshot(model) == before
+    assert snapshot(model) == before
     assert torch.get_rng_state().equal(random)
     with torch.no_grad():
         assert_close(model.eval()(input_ids=ids).logits, expected, rtol=0, atol=0)
 
 
-def _snapshot(model):
-    """Modes, hooks, attributes, gradients, weights and the config: all that a call could change."""
-    return {
-        "modes": [module.training for module in model.modules()],
-        "hooks": [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()],
-        "attributes": [sorted(vars(module)) for module in model.modules()],
-        "gradients": [parameter.grad for parameter in model.parameters()],
-        "requires": [parameter.requires_grad for parameter in model.parameters()],
-        "weights": {name: value.tolist() for name, value in (*model.named_parameters(), *model.named_buffers())},
-        "config": model.config.to_dict(),
-        "attention": model.config._attn_implementation,
-    }
-
-
 def test_a_failed_discovery_leaves_the_model_as_it_was():
     model = families.base("hunyuan_v1_dense").train()
-    before = _snapshot(model)
+    before = snapshot(model)
     with pytest.raises(NotUnderstood):
         discover(model)
-    assert _snapshot(model) == before
+    assert snapshot(model) == before
 
 
 def test_probe_ids_avoid_special_tokens():

@@ -85,7 +85,7 @@ def test_a_plain_model_is_loaded_once(granite, monkeypatch):
 def test_an_encoder_is_refused_where_a_causal_model_is_needed(tmp_path):
     _, tokenizer = load_bundled()
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = hf.ErnieConfig(**size, vocab_size=len(tokenizer), initializer_range=0.5)
+    config = hf.ErnieConfig(**size, vocab_size=len(tokenizer))
     hf.ErnieForMaskedLM(config).save_pretrained(tmp_path / "ernie")
     tokenizer.save_pretrained(tmp_path / "ernie")
     with pytest.raises(ValueError, match="is an encoder .ernie., and this needs a causal language model"):

@@ -24,9 +24,12 @@ def described(name, **wrong):
     return model
 
 
+def head_of(model):
+    return cf.RecurrentForCausalLM if architecture_of(model.config).causal else cf.RecurrentForMaskedLM
+
+
 def verify(model):
-    head = cf.RecurrentForCausalLM if architecture_of(model.config).causal else cf.RecurrentForMaskedLM
-    verification.verify(model, head)
+    verification.verify(model, head_of(model))
 
 
 NORM = "a vector does not enter layer 1 as a token's hidden state does"
@@ -49,6 +52,9 @@ WRONG = [
     ("granite", {"unrotated": (2,)}, ROTATION),
     ("smollm3", {"unrotated": ()}, ROTATION),
     ("smollm3", {"unrotated": (1, 2)}, ROTATION),
+    ("granite", {"rotary": False}, NORM),  # it stands at another position
+    ("smollm3", {"rotary": False, "unrotated": ()}, NORM),
+    ("eurobert", {"rotary": False}, NORM),
     ("granite", {"plain_head": True}, LOSS),
     ("cohere", {"plain_head": True}, LOSS),
     ("stablelm", {"hands_down": True}, "the check 'state arrives' fails"),
@@ -73,11 +79,39 @@ def test_a_wrong_architecture_is_refused(name, wrong, message):
     assert str(raised.value).endswith("With verify=False it is added all the same.")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "wrong", "checks"),
+    [
+        ("granite", {}, set()),
+        ("granite", {"norm": None}, {"_vectors_enter"}),
+        ("granite", {"rotation_layout": "halves backwards"}, {"_two_windows", "_keys_move"}),
+        ("granite", {"rotary": False}, {"_vectors_enter", "_keys_move"}),
+        ("smollm3", {"unrotated": ()}, {"_two_windows", "_keys_move"}),
+        ("granite", {"plain_head": True}, {"_loss"}),
+        ("gptj", {}, set()),
+        ("gptj", {"norm": None}, {"_vectors_enter"}),
+        ("gptj", {"rotation_layout": "halves, angles once"}, {"_two_windows", "_keys_move"}),
+        ("falcon", {}, set()),
+        ("falcon", {"norm": "ln_mlp"}, {"_vectors_enter"}),
+        ("falcon", {"rotary": False}, {"_vectors_enter", "_keys_move"}),
+        ("albert", {}, set()),
+    ],
+    ids=str,
+)
+def test_each_check_finds_it_by_itself(name, wrong, checks, dtype):
+    model = described(name, **wrong).to(dtype)
+    with torch.no_grad():
+        probe = verification._Probe(model, head_of(model))
+        assert {check.__name__ for check in verification._CHECKS if verification._problem(check, probe)} == checks
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [("granite", {"norm": None}, NORM), ("glm4", {"rotation_layout": "halves"}, ROTATION),
-     ("smollm3", {"unrotated": ()}, ROTATION), ("granite", {"plain_head": True}, LOSS)],
+     ("smollm3", {"unrotated": ()}, ROTATION), ("granite", {"plain_head": True}, LOSS),
+     ("granite", {"rotary": False}, NORM)],
 )  # fmt: skip
 def test_rounding_hides_no_wrong_architecture(name, wrong, message, dtype):
     with pytest.raises(ValueError, match=message):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .kv_layout import KVLayout
+from .quantization import is_quantized_weight
 from .rotations import LAYOUTS, rotate_keys
 
 MASKED = torch.finfo(torch.float32).min  # what eager attention adds to the scores of masked keys
@@ -274,7 +275,8 @@ class Architecture:
         )  # fmt: skip
         patched = any("forward" in vars(module) for module in (model, layer)) or hasattr(layer, "_hf_hook")
         is_transformers = type(model).forward.__module__.startswith("transformers.")
-        is_plain = self.plain_head and type(layer) is nn.Linear and is_transformers and logit_cap is None
+        is_linear = type(layer) is nn.Linear and not is_quantized_weight(layer.weight)
+        is_plain = self.plain_head and is_linear and is_transformers and logit_cap is None
         return layer if is_plain and not hooked and not patched else None
 
 

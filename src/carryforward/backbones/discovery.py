@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import own_attention
+from . import own_attention, quantization
 from .architectures import Architecture
 from .hooks import HookContext
 from .modes import eval_mode
@@ -26,6 +26,7 @@ _ROUNDING = {torch.float16: 5e-3, torch.bfloat16: 0.03}  # of experts that are s
 
 def discover(model: PreTrainedModel) -> Architecture:
     """The architecture of a model; a `NotUnderstood` says what is not as it must be."""
+    quantization.prepare(model)
     path, backbone = _backbone(model)
     ids = probe_ids(model, TOKENS)
     context = HookContext()
@@ -36,7 +37,7 @@ def discover(model: PreTrainedModel) -> Architecture:
     core, reaches_layers = _core(backbone, observation), _reaches_layers(entered, context)
     if core and not reaches_layers:
         raise NotUnderstood("keyword arguments are not handed on to its layers")
-    causal = _is_causal(backbone, ids)
+    causal, hidden = _is_causal(observation), observation.output.last_hidden_state
     order = tuple([*layers].index(call.module) for call in entered)
     architecture = Architecture(
         causal=causal,
@@ -50,8 +51,8 @@ def discover(model: PreTrainedModel) -> Architecture:
         order=() if order == tuple(range(len(layers))) else order,
         own_attention=own,
         masks_by_type=_takes_masks_by_type(backbone, ids),
-        plain_head=not causal or _is_plain_head(model, backbone, ids),
-        takes_embeddings=_takes_embeddings(backbone, ids),
+        plain_head=not causal or _is_plain_head(model, ids, hidden),
+        takes_embeddings=_takes_embeddings(backbone, ids, hidden),
     )
     return with_positions(architecture, backbone, calls, observation)
 
@@ -255,13 +256,13 @@ def _core(backbone: nn.Module, observation: Observation) -> str:
     return names[inner[-1]] if inner else ""
 
 
-@torch.no_grad()
-def _is_causal(backbone: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether another last token changes nothing before it."""
-    other = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
-    with eval_mode(backbone):
-        one, two = call_backbone(backbone, torch.cat([ids, other])).last_hidden_state[:, :-1]
-    return is_close(two, one)
+def _is_causal(observation: Observation) -> bool:
+    """Whether no token attends to a later one, in any layer: read off what attention is given, since outputs may hide
+    it (weights that are nearly zero)."""
+    sees_ahead = {bool(call.visible().triu(1).any()) for call in observation.attention}
+    if len(sees_ahead) > 1:
+        raise NotUnderstood("some of its layers are causal, others are not")
+    return sees_ahead == {False}
 
 
 @torch.no_grad()
@@ -281,26 +282,23 @@ def _takes_masks_by_type(backbone: PreTrainedModel, ids: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _takes_embeddings(backbone: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether the embeddings of tokens do what their ids do, and others are taken, too: some models leave out positions
-    or norms, or look up which tokens they are."""
+def _takes_embeddings(backbone: PreTrainedModel, ids: Tensor, hidden: Tensor) -> bool:
+    """Whether the embeddings of tokens do what their ids do (`hidden`), and others are taken, too: some models leave
+    out positions or norms, or look up which tokens they are."""
     embedded = backbone.get_input_embeddings()(ids)  # type: ignore[operator]
-    with eval_mode(backbone):
-        expected = call_backbone(backbone, ids).last_hidden_state
-        try:
-            given, _ = (
-                call_backbone(backbone, None, inputs_embeds=x).last_hidden_state for x in (embedded, embedded / 2)
-            )
-        except Exception:  # whatever a model does with an argument that it does not expect
-            return False
-    return is_close(given, expected)
+    try:
+        with eval_mode(backbone):
+            given = call_backbone(backbone, None, inputs_embeds=torch.cat([embedded, embedded / 2])).last_hidden_state
+    except Exception:  # whatever a model does with an argument that it does not expect
+        return False
+    return is_close(given[:1], hidden)
 
 
 @torch.no_grad()
-def _is_plain_head(model: PreTrainedModel, backbone: PreTrainedModel, ids: Tensor) -> bool:
+def _is_plain_head(model: PreTrainedModel, ids: Tensor, hidden: Tensor) -> bool:
     """Whether logits are the output layer of the last hidden states, and nothing else is done to them."""
     head = model.get_output_embeddings()
     if head is None:
         return True
     with eval_mode(model):
-        return is_close(head(call_backbone(backbone, ids).last_hidden_state), call_backbone(model, ids).logits)
+        return is_close(head(hidden), call_backbone(model, ids).logits)

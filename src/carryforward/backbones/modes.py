@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mode of a model's modules, for a time."""
+"""What is changed of a model for a time, or only if all goes well: the mode of its modules, hooks and attributes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -17,3 +18,27 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def as_before_on_error(model: nn.Module) -> Iterator[None]:
+    """If an error is raised inside, the model is as before afterwards: its hooks, buffers, modes, attributes, classes
+    and config; and so are torch's random numbers."""
+    modules = [*model.modules()]
+    classes = [type(module) for module in modules]
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    attributes = [(vars(owner), dict(vars(owner))) for owner in (*modules, *configs.values())]
+    contents = [
+        (value, dict(value)) for _, values in attributes for value in values.values() if isinstance(value, dict)
+    ]
+    random = torch.get_rng_state()
+    try:
+        yield
+    except BaseException:
+        for changed, before in (*attributes, *contents):
+            changed.clear()
+            changed.update(before)
+        for module, cls in zip(modules, classes, strict=True):
+            module.__class__ = cls
+        torch.set_rng_state(random)
+        raise

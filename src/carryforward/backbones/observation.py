@@ -8,18 +8,21 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import own_attention
+from . import attention, own_attention
 from .attention import eager_attention_of, unwrapped_name
 from .modes import eval_mode
 
 _PREFIX = "carryforward_observed_"
+_HIDDEN = -5e3  # masks add less to the scores of keys that are not seen: -1e4, a precision's least number, or -inf
 
 
 @dataclass
@@ -46,7 +49,11 @@ class ModuleCall:
 
 @dataclass
 class AttentionCall:
-    """One call of transformers' attention interface, or of what a module calls instead."""
+    """One call of transformers' attention interface, or of what a module calls instead.
+
+    Attributes:
+        is_eager: of a function that computes attention from its formula, and knows no causal attention but by a mask.
+    """
 
     module: nn.Module
     query: Tensor
@@ -54,15 +61,21 @@ class AttentionCall:
     value: Tensor
     mask: Tensor | None
     kwargs: dict[str, Any]
+    is_eager: bool
 
     def visible(self) -> Tensor:
         """Which keys each query sees, [1 or B, 1, queries, keys]."""
         queries, keys = self.query.shape[2], self.key.shape[2]
         if self.mask is None:
             ones = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=self.key.device)
-            return ones.tril() if getattr(self.module, "is_causal", True) and queries > 1 else ones
-        visible = self.mask if self.mask.dtype == torch.bool else self.mask == 0
+            return ones.tril() if self._causal_without_mask and queries > 1 else ones
+        visible = self.mask if self.mask.dtype == torch.bool else self.mask > _HIDDEN
         return visible.expand(*visible.shape[:2], queries, keys)
+
+    @property
+    def _causal_without_mask(self) -> bool:
+        asked = self.kwargs.get("is_causal")
+        return not self.is_eager and (getattr(self.module, "is_causal", True) if asked is None else asked)
 
 
 @dataclass
@@ -83,31 +96,32 @@ class Observation:
     def of(self, module: nn.Module) -> list[ModuleCall]:
         return [call for call in self.modules if call.module is module]
 
+    def attend(
+        self, function: Callable[..., Any], is_eager: bool, module: nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, mask: Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Record a call of an attention function, and make it."""
+        mask = self.masks.get(module, kwargs.pop("attention_mask", mask))
+        self.attention.append(AttentionCall(module, query, key, value, mask, kwargs, is_eager))
+        return function(module, query, key, value, mask, **kwargs)
+
 
 _current: list[Observation] = []  # the attention functions below are found by name and get no further argument
 
 
-def _recorded(attend: Callable[..., Any]) -> Callable[..., Any]:
-    def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        observation = _current[-1]
-        mask = observation.masks.get(module, kwargs.pop("attention_mask", mask))
-        observation.attention.append(AttentionCall(module, query, key, value, mask, kwargs))
-        return attend(module, query, key, value, mask, **kwargs)
-
-    return record
+def _sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _current[-1].attend(sdpa_attention_forward, False, module, *args, **kwargs)
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return eager_attention_of(module)(module, *args, **kwargs)
+    return _current[-1].attend(eager_attention_of(module), True, module, *args, **kwargs)
 
 
-for _name, _attend, _mask in (
-    ("sdpa", sdpa_attention_forward, masking_utils.sdpa_mask),
+for _name, _function, _mask in (
+    ("sdpa", _sdpa, masking_utils.sdpa_mask),
     ("eager", _eager, masking_utils.eager_mask),
 ):
-    AttentionInterface.register(f"{_PREFIX}{_name}", _recorded(_attend))
+    AttentionInterface.register(f"{_PREFIX}{_name}", _function)
     AttentionMaskInterface.register(f"{_PREFIX}{_name}", _mask)
 
 
@@ -154,15 +168,31 @@ def observed_attention(model: nn.Module, observation: Observation, own: str = ""
             elif not own and name in ("sdpa", "eager"):
                 config._attn_implementation = f"{_PREFIX}{name}"
         if own == own_attention.METHOD:
-            record = _recorded(own_attention.method_attention)
+            attend = partial(observation.attend, own_attention.method_attention, True)
             for module in own_attention.modules_with_method(model):
-                stack.callback(own_attention.take_over(module, own, record))
+                stack.callback(own_attention.take_over(module, own, attend))
         if own == own_attention.FUNCTION:
-            record, running = _recorded(sdpa_attention_forward), _running_modules(model, stack)
-            attend = lambda _, *args, **kwargs: record(running[-1], *args, **kwargs)  # noqa: E731
-            stack.callback(own_attention.take_over(model, own, attend))
+            attend, running = partial(observation.attend, sdpa_attention_forward, False), _running_modules(model, stack)
+            of_running = lambda _, *args, **kwargs: attend(running[-1], *args, **kwargs)  # noqa: E731
+            stack.callback(own_attention.take_over(model, own, of_running))
         _current.append(observation)
         stack.callback(_current.pop)
+        yield
+
+
+@contextlib.contextmanager
+def observed_kernels(observation: Observation) -> Iterator[None]:
+    """Record the calls of attention kernels inside, below everything that this package does."""
+    sdpa, method = sdpa_attention_forward, own_attention.method_attention
+
+    def eager_attention(module: nn.Module) -> Callable[..., Any]:
+        return partial(observation.attend, eager_attention_of(module), True)
+
+    with (
+        mock.patch.object(attention, "sdpa_attention_forward", partial(observation.attend, sdpa, False)),
+        mock.patch.object(attention, "eager_attention_of", eager_attention),
+        mock.patch.object(own_attention, "method_attention", partial(observation.attend, method, True)),
+    ):
         yield
 
 

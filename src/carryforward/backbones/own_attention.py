@@ -83,7 +83,7 @@ class _FunctionTakenOver(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        output, _ = self._attend(query, key, value, attn_mask, dropout=dropout_p, scaling=scale)
+        output, _ = self._attend(query, key, value, attn_mask, dropout=dropout_p, scaling=scale, is_causal=is_causal)
         return output.transpose(1, 2)
 
 

@@ -78,6 +78,7 @@ def add_to_folder(
         text_field: the field of JSON lines and Hub rows that holds the text.
     """
     from ..backbones.architectures import is_known
+    from ..backbones.quantization import is_quantized
     from ..config import RecurrentModelConfig
     from ..data.documents import load_documents
     from ..models.add_recurrence import add_recurrence, ensure_architecture, recurrence_of
@@ -106,7 +107,7 @@ def add_to_folder(
         documents = load_documents(data, "train", loaded.tokenizer, text_field=text_field)
     model = add_recurrence(loaded.model, documents=documents, tokenizer=loaded.tokenizer, **fields)
     recurrence = model.config.recurrence
-    if documents is None and loaded.stored is not None:
+    if documents is None and loaded.stored is not None and not is_quantized(model):
         model.to(dtype=loaded.stored)  # type: ignore[call-arg]
     limit = min((size for size in architecture.sliding_windows(loaded.model.config) if size), default=None)
     if limit is not None and recurrence.window + recurrence.extra_positions > limit:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..utils.checkpoints import tensor_parts
+
 ShapeKey = tuple[Any, ...]  # rows and positions of a window, then all else that decides its activation memory
 
 MEMORY_SHARE = {"cuda": 0.5, "cpu": 0.25}  # of the free memory
@@ -120,13 +122,15 @@ class ActivationBudget:
 @contextlib.contextmanager
 def saved_sizes(parameters: Iterable[nn.Parameter]) -> Iterator[dict[int, int]]:
     """Yield a dictionary of what autograd saves inside, weights excepted: bytes by address."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    parts = (part for parameter in parameters for part in tensor_parts(parameter))
+    weights = {part.untyped_storage().data_ptr() for part in parts}
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            sizes[storage.data_ptr()] = storage.nbytes()
+        for part in tensor_parts(tensor):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..backbones import hooks
+from ..utils.checkpoints import tensor_parts
 from .activation_budget import ActivationBudget
 from .autocast_weights import AutocastWeights
 from .cuda_graphs import CapturedForward, CapturedForwardBackward, GradientAccumulator, compiled_layers
@@ -297,7 +298,9 @@ class GraphSession:
 
 def _signature(model: WindowModel, modules: Sequence[nn.Module], weights: Sequence[nn.Parameter]) -> list[tuple]:
     """What a graph depends on: where weights are stored, and what decides in Python how a window runs."""
-    signature: list[tuple] = [(weight.data_ptr(), weight.dtype, weight.requires_grad) for weight in weights]
+    signature: list[tuple] = [
+        (part.data_ptr(), weight.dtype, weight.requires_grad) for weight in weights for part in tensor_parts(weight)
+    ]
     signature.append(model.config.architecture.runtime_options(model.config.base_config))
     for module in modules:
         # dropout rates; adapters that were disabled or exchanged

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging
 
+from ..backbones import quantization
 from ..backbones.architectures import (
     Architecture,
     architecture_of,
@@ -23,6 +24,7 @@ from ..backbones.architectures import (
 )
 from ..backbones.attention import unwrapped_name
 from ..backbones.discovery import NotUnderstood, discover
+from ..backbones.modes import as_before_on_error
 from ..config import RecurrenceConfig, RecurrentModelConfig, default_window
 from ..data.tokenization import check_tokenizer, without_length_limit
 from ..engine.run_policy import NO_MODEL_PARALLEL, is_split
@@ -98,7 +100,8 @@ def add_recurrence(
             it with, called as transformers' pipelines are: "text-generation", "fill-mask", "token-classification",
             "text-classification", "question-answering", "feature-extraction" (none).
         verify: compare a few tokens read in windows with the model's own forward pass, and refuse a model that does not
-            do with a state what it must. By default models are verified whose type is not in the table of known ones.
+            do with a state what it must. By default models are verified whose type is not in the table of known ones,
+            and those whose weights are quantised.
         dtype, revision: for a model by its name, as for `from_pretrained`: its precision, by default that of its file,
             and its version on the Hub.
         **fields: further fields of `RecurrenceConfig`, on top of `config` if both are given. The default window leaves
@@ -124,27 +127,31 @@ def add_recurrence(
         raise ValueError(f"model is a {type(model).__name__}; a transformers PreTrainedModel is expected.")
     if is_split(model.parameters()):
         raise ValueError(f"the model's weights are split among processes: {NO_MODEL_PARALLEL}")
-    _use_sdpa(model)
-    architecture = ensure_architecture(model)
-    if head is not None:
-        model = _with_head(model, head)
-    cls = _head_of(model, architecture.causal)
     check_flag("verify", verify, optional=True)
-    if tokenizer is not None:
-        check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
-        fields = {**_special_fields(cls, architecture.causal, tokenizer), **fields}
-    recurrence = _choose(model, cls, config, preset, memory, reach, fields)
-    if not architecture.causal and tokenizer is None and "prefix" not in fields and not recurrence.prefix:
-        logger.warning(
-            "%s windows get no special tokens. Give add_recurrence(tokenizer=...) to put its own around every window, "
-            "or prefix=() for none.", model.config.model_type,
-        )  # fmt: skip
-    verified = _verified(model, cls) if verify or (verify is None and is_discovered(model.config)) else None
-    result = _build(
-        model, cls, RecurrentModelConfig(base_config=model.config, recurrence=recurrence, verified=verified)
-    )
-    if needs_position_offsets(result):
-        _measure(result, documents, tokenizer)
+    with as_before_on_error(model):
+        quantization.prepare(model)
+        _use_exact_attention(model)
+        architecture = ensure_architecture(model)
+        if head is not None:
+            model = _with_head(model, head)
+        cls = _head_of(model, architecture.causal)
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
+            fields = {**_special_fields(cls, architecture.causal, tokenizer), **fields}
+        recurrence = _choose(model, cls, config, preset, memory, reach, fields)
+        if not architecture.causal and tokenizer is None and "prefix" not in fields and not recurrence.prefix:
+            logger.warning(
+                "%s windows get no special tokens. Give add_recurrence(tokenizer=...) to put its own around every "
+                "window, or prefix=() for none.", model.config.model_type,
+            )  # fmt: skip
+        if verify is None:
+            verify = is_discovered(model.config) or quantization.is_quantized(model)
+        verified = _verified(model, cls) if verify else None
+        result = _build(
+            model, cls, RecurrentModelConfig(base_config=model.config, recurrence=recurrence, verified=verified)
+        )
+        if needs_position_offsets(result):
+            _measure(result, documents, tokenizer)
     result.tokenizer = None if tokenizer is None else without_length_limit(tokenizer)
     result.config.initial_memory = {
         kind: fingerprint(module) for kind, module in result.memory.items() if recurrence.find(kind).needs_training
@@ -176,7 +183,9 @@ def _build(
     model: PreTrainedModel, cls: type[RecurrentPreTrainedModel], config: RecurrentModelConfig
 ) -> RecurrentPreTrainedModel:
     """The recurrent model, with what it adds where the model is."""
+    quantization.leave_memory_alone(model)
     result = cls(config, base=model)
+    quantization.adopt(result, model)
     if getattr(model, "generation_config", None) is not None:
         result.generation_config = savable(copy.deepcopy(model.generation_config))
     for part in result.children():
@@ -343,6 +352,7 @@ def _with_head(model: PreTrainedModel, head: str) -> PreTrainedModel:
     backbone = headed.base_model
     for name, _ in list(backbone.named_children()):
         setattr(backbone, name, getattr(model, name))
+    quantization.adopt(headed, model)
     return headed.train(model.training)
 
 
@@ -360,12 +370,19 @@ def _head_of(model: PreTrainedModel, causal: bool) -> type[RecurrentPreTrainedMo
     )
 
 
-def _use_sdpa(model: PreTrainedModel) -> None:
+def _use_exact_attention(model: PreTrainedModel) -> None:
     """Switch a model from an attention function that cannot show the state to every query."""
     implementation = unwrapped_name(model.config._attn_implementation)
-    if implementation not in ("sdpa", "eager"):
-        model.set_attn_implementation("sdpa")
-        logger.warning('attn_implementation=%r cannot show a state to every query: "sdpa" is used.', implementation)
+    if implementation in ("sdpa", "eager"):
+        return
+    exact = "sdpa" if model._supports_sdpa else "eager"
+    model.set_attn_implementation(exact)
+    if model.config._attn_implementation != exact:
+        raise ValueError(
+            f"attn_implementation={implementation!r} cannot show a state to every query, and {type(model).__name__} "
+            f"keeps the one that it was loaded with: load it with attn_implementation={exact!r}."
+        )
+    logger.warning("attn_implementation=%r cannot show a state to every query: %r is used.", implementation, exact)
 
 
 def savable(config: GenerationConfig) -> GenerationConfig:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..backbones import hooks
+from ..backbones import hooks, quantization
 from ..config import RecurrentModelConfig
 from ..data import tokenization
 from ..engine import bptt, run_windows
@@ -52,6 +52,7 @@ class RecurrentPreTrainedModel(WindowRunner):
     tokenizer: Any = None  # saved with the model, if it is known
     auto_class: ClassVar[str] = "AutoModel"  # by name: importing it triggers the registration in `auto`
     _capturable_outputs: ClassVar[bool] = True  # a window's outputs are small, and then computed from position 0 on
+    _passes_gradients = False  # not known yet
     _supports_sdpa = True
     _no_split_modules = ["Memories"]
     _tied_weights_keys = {}  # only the base model has some, where peft then looks
@@ -112,6 +113,9 @@ class RecurrentPreTrainedModel(WindowRunner):
             input_ids = state.tokens[:, :0]
         input_ids = argument_checks.check_batch(input_ids)
         training = torch.is_grad_enabled() and (self.training or labelled or labels is not None)
+        if training and not self._passes_gradients:
+            quantization.check_gradients(self.base)
+            self._passes_gradients = True
         fresh = self.fresh_state(len(input_ids), overlap, training=training)
         state = fresh if state is None else state
         argument_checks.check_state(state, len(input_ids), fresh, allow_other_model)
@@ -333,6 +337,7 @@ class RecurrentPreTrainedModel(WindowRunner):
         `trust_remote_code=True` finds carryforward.
         """
         check_memory_saved(self)
+        quantization.check_savable(self)
         if (Path(save_directory) / checkpoints.RUN_FILE).exists():
             raise ValueError(
                 f"save_directory={str(save_directory)!r} is the folder of a training run, whose record is of another "
@@ -369,5 +374,7 @@ class RecurrentPreTrainedModel(WindowRunner):
         from .verification import verify_again  # it makes models of its own
 
         loaded = checkpoints.load_strictly(super().from_pretrained, cls, pretrained_model_name_or_path, *args, **kwargs)
-        verify_again(loaded[0] if isinstance(loaded, tuple) else loaded)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        quantization.after_loading(model, model.base)
+        verify_again(model)
         return loaded

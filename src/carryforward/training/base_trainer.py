@@ -18,6 +18,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from ..backbones.quantization import is_quantized
 from ..engine.block_size import given_block_windows, measure_block_windows
 from ..utils import checkpoints
 from ..utils.files import SAVING, clear_leftovers, delete_folder, replace_folder
@@ -99,6 +100,12 @@ class BaseTrainer(Trainer):
                 "compute_loss_func would get no logits: recurrent models compute their own loss. Leave it out."
             )
         check_trainable_adapters(model)
+        if is_quantized(model) and get_recurrent_model(model) is model:
+            raise ValueError(
+                "the base model's weights are quantised, and checkpoints of them cannot be loaded again in training. "
+                "Train adapters, whose checkpoints hold nothing else (peft's get_peft_model, with "
+                'modules_to_save=["memory"]), or train the model before it is quantised.'
+            )
         if args.use_state and is_frozen_by_peft(model, model.memory):
             logger.warning(
                 "peft has frozen the recurrence and will not save it. To train it, set "

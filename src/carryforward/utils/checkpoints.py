@@ -59,7 +59,8 @@ def fingerprint(*modules: nn.Module) -> str:
     Values are rounded to bfloat16: a model has the same fingerprint in float32 and in bfloat16. (In float16 it has
     another one: values are then rounded twice.) It is empty if there are no weights here: on the meta device, sharded.
     """
-    tensors = [(f"{i}.{name}", x) for i, module in enumerate(modules) for name, x in sorted(_tensors(module).items())]
+    named = [(f"{i}.{name}", x) for i, module in enumerate(modules) for name, x in sorted(_tensors(module).items())]
+    tensors = [(name, part) for name, tensor in named for part in tensor_parts(tensor)]
     if not tensors or not all(_is_here(tensor) for _, tensor in tensors):
         return ""
     samples = [x.detach().flatten()[:: max(1, x.numel() // 256)].to(torch.bfloat16) for _, x in tensors]
@@ -80,12 +81,13 @@ class CachedFingerprint:
         self.forget()
 
     def forget(self) -> None:
-        self._weights: list[ref[nn.Parameter]] = []
+        self._weights: list[ref[Tensor]] = []
         self._versions: list[tuple[int, int]] = []
         self._value = ""
 
     def __call__(self, *modules: nn.Module) -> str:
-        weights = [weight for module in modules for weight in module.parameters()]
+        # parts: torch cannot move a quantised weight to which a weak reference exists
+        weights = [part for module in modules for weight in module.parameters() for part in tensor_parts(weight)]
         if not all(_is_here(weight) for weight in weights):
             return ""
         versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
@@ -100,12 +102,27 @@ class CachedFingerprint:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    state = module.state_dict(keep_vars=True)  # quantised weights cannot be detached in inference mode
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def tensor_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a quantised weight consists of, such as integers and scales; an ordinary tensor itself. A
+    weight that is sharded over processes is returned as it is."""
+    if not hasattr(tensor, "__tensor_flatten__") or is_shard(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in tensor_parts(getattr(tensor, name))]
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this process has a part."""
+    return hasattr(tensor, "full_tensor")
 
 
 def _is_here(tensor: Tensor) -> bool:
     """Whether a tensor has its values on this process: it is not on the meta device, and not a DTensor's shard."""
-    return not tensor.is_meta and not hasattr(tensor, "full_tensor")
+    return not tensor.is_meta and not is_shard(tensor)
 
 
 # --- checkpoints of a training run ---------------------------------------------------------------------------------
