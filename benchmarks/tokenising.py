@@ -80,14 +80,14 @@ def measure_tokenising(folder: Path) -> dict[str, Any]:
 
 def measure_reading(folder: Path) -> dict[str, Any]:
     """Reading a JSON lines file as `embed` does in every process: lines, digest, documents."""
-    from carryforward.embeddings.document_chunks import CHARACTERS_PER_CHUNK, read_chunks
+    from carryforward.embeddings.document_groups import CHARACTERS_PER_GROUP, read_groups
     from carryforward.settings.commands import EmbedSettings
 
     file = folder / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts_of(TEXT_MB * 1_000_000)))
-    characters = CHARACTERS_PER_CHUNK["document"]
+    characters = CHARACTERS_PER_GROUP["document"]
     return rate(
-        lambda: sum(len(chunk.ids) for chunk in read_chunks(file, EmbedSettings(), characters)), TEXT_MB * 10**6
+        lambda: sum(len(chunk.ids) for chunk in read_groups(file, EmbedSettings(), characters)), TEXT_MB * 10**6
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .data.labelled import load_labelled as load_labelled
     from .data.masking import MaskedDocuments as MaskedDocuments
     from .data.masking import mask_documents as mask_documents
+    from .embeddings.chunks import ChunkVectors as ChunkVectors
     from .embeddings.encode import TokenVectors as TokenVectors
     from .embeddings.encode import encode as encode
     from .embeddings.sentence_transformers import RecurrentTransformer as RecurrentTransformer
@@ -72,6 +73,7 @@ _HOME = {
     "load_labelled": "data.labelled",
     "MaskedDocuments": "data.masking",
     "mask_documents": "data.masking",
+    "ChunkVectors": "embeddings.chunks",
     "TokenVectors": "embeddings.encode",
     "encode": "embeddings.encode",
     "Perplexity": "evaluation.perplexity",

@@ -23,6 +23,16 @@ def test_attention_implementations_agree(name, implementation, tmp_path):
     assert_close(loaded(IDS).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("memory", [{"recent": 11}, {"recent": 3, "right": 4, "group_windows": 3}], ids=str)
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_they_agree_where_some_positions_are_hidden_and_no_window_is_padded(name, memory):
+    model = tiny.recurrent(name, overlap=0, memory=cf.KVMemoryConfig(**memory, sinks=1))
+    ids = tiny.documents(2, 32)
+    expected = model(ids).logits
+    model.base.set_attn_implementation("eager")
+    assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", tiny.CAUSAL)
 def test_the_base_model_called_alone_is_unchanged(name):
     model, plain = tiny.recurrent(name, slots=0, recent=3, sinks=1), tiny.base(name)

@@ -132,7 +132,7 @@ def test_embed_reads_parquet_as_json_lines(tmp_path, monkeypatch):
     model = model_of("llama")
     model.tokenizer = TOKENIZER
     model.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("carryforward.embeddings.document_chunks.DOCUMENTS_PER_CHUNK", 4)
+    monkeypatch.setattr("carryforward.embeddings.document_groups.DOCUMENTS_PER_GROUP", 4)
     names = [f"doc {i}" for i in range(9)]
     for suffix in (".jsonl", ".parquet"):
         save(tmp_path / f"docs{suffix}", TEXTS[:9], id=names)

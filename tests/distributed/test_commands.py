@@ -11,7 +11,7 @@ from helpers import crash, jobs, launcher
 
 import carryforward as cf
 from carryforward.cli.main import main
-from carryforward.embeddings import document_chunks
+from carryforward.embeddings import document_groups
 from carryforward.evaluation import report
 
 SECOND = 1  # the rank that is killed
@@ -65,7 +65,7 @@ class Command:
             cache._work = lambda _: main([str(argument) for argument in arguments])
             cache.arguments = list
             report.perplexity_figure = lambda panels: jobs.plotting.new_figure(1)[0]
-            document_chunks.CHARACTERS_PER_CHUNK = dict.fromkeys(document_chunks.CHARACTERS_PER_CHUNK, 300)
+            document_groups.CHARACTERS_PER_GROUP = dict.fromkeys(document_groups.CHARACTERS_PER_GROUP, 300)
             cache()
 
         self.work = work

@@ -11,7 +11,7 @@ from helpers.embedding import TOKENIZER, model_of
 
 import carryforward as cf
 from carryforward.cli.main import main
-from carryforward.embeddings import document_chunks, embed, vector_files
+from carryforward.embeddings import document_groups, embed, vector_files
 from carryforward.embeddings.encode import encode
 from carryforward.utils import files
 from carryforward.utils.progress import ProgressBar
@@ -27,7 +27,7 @@ def run(folder, *arguments):
 @pytest.mark.parametrize("suffix", [".parquet", ".npy", ".safetensors"])
 def test_every_format_holds_the_vectors_and_ids(saved, suffix, monkeypatch):
     folder, model, rows = saved
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 4)
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 4)
     out = folder / f"vectors{suffix}"
     assert run(folder, "--out", out) == 0
     expected = encode(model, [row["text"] for row in rows], TOKENIZER)
@@ -60,14 +60,55 @@ def test_tokens_and_their_offsets_go_to_parquet(saved):
         assert row["offsets"] == tokens.offsets.tolist()
 
 
-def stop_at(monkeypatch, chunk):
-    """Make chunks of two documents and interrupt the run in this one. Returns the sizes of the chunks begun."""
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 2)
+@pytest.mark.parametrize("suffix", [".parquet", ".npy", ".safetensors"])
+def test_files_of_chunks_have_a_row_for_each(saved, suffix, monkeypatch):
+    folder, model, rows = saved
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 4)
+    rows[5]["text"] = ""  # no chunks
+    (folder / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = folder / f"chunks{suffix}"
+    assert run(folder, "--out", out, "--what", "chunks", "--chunk-size", 9, "--normalize") == 0
+    texts = [row["text"] for row in rows]
+    expected = encode(model, texts, TOKENIZER, output="chunks", chunks=9, normalize=True)
+    places = [(row["id"], *span) for row, one in zip(rows, expected, strict=True) for span in one.spans.tolist()]
+    if suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = parquet.read_table(out)
+        entries, vectors = table.select(["id", "start", "stop"]).to_pylist(), np.array(table["vector"].to_pylist())
+    else:
+        entries = json.loads((folder / f"chunks{suffix}.ids.json").read_text())
+        vectors = np.load(out) if suffix == ".npy" else _safetensors(out)
+    assert [tuple(entry.values()) for entry in entries] == places
+    np.testing.assert_allclose(vectors, np.concatenate([one.vectors for one in expected]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+
+
+def test_spans_come_from_the_file(saved, monkeypatch, capsys):
+    """An interrupted run continues with the spans of its lines; a line with a bad span is an error or skipped."""
+    folder, model, rows = saved
+    spans = [[[0, 7], [3, len(row["text"])]] for row in rows]
+    lines = [json.dumps({**row, "parts": own}) for row, own in zip(rows, spans, strict=True)]
+    bad = json.dumps({"text": "short", "parts": [[0, 6]]})
+    (folder / "docs.jsonl").write_text("\n".join([*lines, bad]))
+    command = ["--out", folder / "v.npy", "--what", "chunks", "--chunks-field", "parts"]
+    stop_at(monkeypatch, 3)
+    assert run(folder, *command, "--on-error", "skip") == 130
+    assert run(folder, *command) == 2
+    assert "line 10: its 'parts'[0]=[0, 6] must be two integers, 0 <= start < stop <= 5" in capsys.readouterr().err
+    assert run(folder, *command, "--on-error", "skip") == 0
+    expected = encode(model, [row["text"] for row in rows], TOKENIZER, output="chunks", chunks=spans)
+    expected = np.concatenate([one.vectors for one in expected])
+    np.testing.assert_allclose(np.load(folder / "v.npy"), expected, rtol=1e-4, atol=1e-5)
+
+
+def stop_at(monkeypatch, group):
+    """Make groups of two documents and interrupt the run in this one. Returns the sizes of the groups begun."""
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 2)
     calls = []
 
     def failing(model, texts, *args, **kwargs):
         calls.extend([len(texts)] * bool(texts))  # a call without texts only checks the arguments
-        if len(calls) == chunk:
+        if len(calls) == group:
             calls.append(0)
             raise KeyboardInterrupt
         return encode(model, texts, *args, **kwargs)
@@ -134,7 +175,7 @@ def stopped(saved, monkeypatch):
     with monkeypatch.context() as patch:
         stop_at(patch, 3)
         assert run(folder, "--out", folder / "v.npy") == 130
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 2)
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 2)
     assert run(folder, "--out", folder / "whole.npy") == 0
     return folder, np.load(folder / "whole.npy")
 
@@ -189,7 +230,7 @@ def test_files_of_others_are_not_touched(saved, capsys):
 
 def test_blank_lines_at_the_end_are_part_of_the_source(saved, monkeypatch):
     folder, _, rows = saved
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", len(rows))
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", len(rows))
     with (folder / "docs.jsonl").open("a") as file:
         file.write("\n\n")
     assert run(folder, "--out", folder / "v.npy") == 0
@@ -221,7 +262,7 @@ def test_a_finished_output_is_not_made_again(saved, capsys):
 
 def test_later_lines_may_be_corrected_and_added(saved, monkeypatch, capsys):
     folder, _, rows = saved
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 2)
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 2)
     good = (folder / "docs.jsonl").read_text()
     (folder / "docs.jsonl").write_text(good.replace('{"id": "doc 5"', '{"id" "doc 5"'))
     assert run(folder, "--out", folder / "v.npy") == 2
@@ -247,7 +288,7 @@ def test_a_command_can_be_corrected(saved, capsys):
 def test_a_run_may_end_with_skipped_lines(saved, monkeypatch, capsys, arguments):
     folder, _, _ = saved
     model_of("bert", "none", slots=2).save_pretrained(folder / "model")
-    monkeypatch.setattr(document_chunks, "DOCUMENTS_PER_CHUNK", 3)
+    monkeypatch.setattr(document_groups, "DOCUMENTS_PER_GROUP", 3)
     with (folder / "docs.jsonl").open("a") as file:
         file.write("oops\n")
     monkeypatch.chdir(folder)
@@ -286,10 +327,10 @@ def test_each_format_has_its_own_file_of_ids(saved, capsys):
     assert "v.npy.ids.json exists already" in capsys.readouterr().err
 
 
-def test_chunks_for_token_vectors_are_limited_in_characters(saved, monkeypatch):
+def test_groups_for_token_vectors_are_limited_in_characters(saved, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     folder, _, rows = saved
-    monkeypatch.setitem(document_chunks.CHARACTERS_PER_CHUNK, "tokens", 150)
+    monkeypatch.setitem(document_groups.CHARACTERS_PER_GROUP, "tokens", 150)
     seen, bars, update = [], [], ProgressBar.update
 
     def updating(bar, done, *args):
@@ -360,11 +401,14 @@ def test_ids_may_be_missing_and_a_file_may_have_a_byte_order_mark(saved):
     ("arguments", "message"),
     [
         (["--out", "v.txt"], "must end in .parquet, .npy, .safetensors"),
-        (["--out", "v.npy", "--what", "tokens"], "takes one vector per document; for tokens use .parquet"),
-        (["--out", "v.npy", "--what", "vec"], "'vec' must be one of 'document', 'tokens', 'windows'"),
-        (["--out", "v.npy", "--pooling", "max"], "'max' must be one of 'mean', 'state'"),
+        (["--out", "v.npy", "--what", "tokens"], "takes vectors of documents or chunks; for tokens use .parquet"),
+        (["--out", "v.npy", "--what", "vec"], "'vec' must be one of 'document', 'chunks', 'tokens'"),
+        (["--out", "v.npy", "--pooling", "sum"], "'sum' must be one of 'mean', 'max', 'cls', 'state'"),
         (["--out", "v.npy", "--batch-size", "0"], "--batch-size 0: it must be at least 1"),
         (["--out", "v.npy", "--no-state", "--pooling", "state"], "needs the state, which use_state=False (--no-state)"),
+        (["--out", "v.npy", "--what", "chunks"], "--what chunks needs --chunk-size or --chunks-field"),
+        (["--out", "v.npy", "--chunk-size", "9"], "--chunk-size is for --what chunks, not for --what document"),
+        (["--out", "v.npy", "--what", "chunks", "--chunk-size", "0"], "--chunk-size 0: it must be at least 1"),
         (["--out", "v.npy", "--on-error", "cry"], "it must be stop or skip"),
         (["--out", "v.npy", "--window", "9"], "reads 11 tokens at once"),
     ],

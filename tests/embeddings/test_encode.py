@@ -266,8 +266,8 @@ KV = model_of("llama", "none", slots=0, recent=3, sinks=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"output": "vector"}, "output='vector' must be one of 'document', 'tokens', 'windows'"),
-        ({"pooling": "max"}, "pooling='max' must be one of"),
+        ({"output": "vector"}, "output='vector' must be one of 'document', 'chunks', 'tokens'"),
+        ({"pooling": "sum"}, "pooling='sum' must be one of"),
         ({"pooling": "state", "use_state": False}, 'pooling="state" needs the state, which use_state=False'),
         ({"output": "windows", "use_state": False}, 'output="windows" needs the state, which use_state=False'),
         ({"model": KV, "pooling": "state"}, "carries keys and values of .*, not vectors"),
@@ -278,7 +278,7 @@ KV = model_of("llama", "none", slots=0, recent=3, sinks=1)
         ({"texts": "one text"}, "texts is one string"),
         ({"texts": ["good", "a\ud800"]}, r"texts\[1\] is not Unicode: character 1 is '\\ud800'"),
         ({"texts": [None]}, r"texts\[0\] is of type NoneType"),
-        ({"model": tiny.base("gpt2")}, "make it recurrent with add_recurrence"),
+        ({"model": torch.nn.Linear(2, 2)}, "model is a Linear: give a transformers model, or the name of one"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

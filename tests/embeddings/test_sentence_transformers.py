@@ -98,6 +98,7 @@ def test_a_pipeline_of_a_question_answering_model(tmp_path, pipeline_of):
     model = cf.add_recurrence(
         base, prefix=(1,), suffix=(2,), head="question-answering", window=16, memory="vector"
     ).eval()
+    torch.nn.init.normal_(model.memory.vector.networks[0][0].weight)  # no longer untrained
     model.save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
     pipeline = pipeline_of(cf.RecurrentTransformer(tmp_path / "model"))

@@ -20,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 import carryforward as cf
 from carryforward.cli.main import main
 from carryforward.data.documents import load_documents
-from carryforward.embeddings import document_chunks
+from carryforward.embeddings import document_groups
 from carryforward.evaluation import report
 from carryforward.models.loading import load_causal, load_question_answering
 from carryforward.utils import plotting
@@ -92,7 +92,7 @@ class Job:
     def __call__(self, *more: Any) -> None:
         """Run the command, in a process of its own: this changes settings of the process."""
         os.environ |= {"CARRYFORWARD_CACHE": str(self.folder / "cache"), "CARRYFORWARD_COMMIT": "0"}
-        document_chunks.DOCUMENTS_PER_CHUNK = 2
+        document_groups.DOCUMENTS_PER_GROUP = 2
         report.perplexity_figure = lambda panels: plotting.new_figure(1)[0]  # a file is written, whatever it shows
         self._work([*self.arguments(), *more])
 

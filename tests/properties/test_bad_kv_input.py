@@ -76,7 +76,7 @@ def test_a_state_without_vectors_cannot_be_returned():
     with pytest.raises(
         ValueError, match='the model carries keys and values of the .*, not vectors. Use pooling="mean"'
     ):
-        cf.encode(model, ["a"], None, pooling="state")
+        cf.encode(model, ["a"], object(), pooling="state")
 
 
 @pytest.mark.parametrize(

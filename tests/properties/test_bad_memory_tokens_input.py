@@ -86,4 +86,4 @@ def test_a_reach_is_for_keys_and_values_alone(kind):
 
 def test_a_matrix_is_no_vector_of_a_document():
     with pytest.raises(ValueError, match="the model carries a matrix in every layer, with 30 features, not vectors"):
-        cf.encode(tiny.recurrent("gpt2", memory=MEMORIES["associative"]), ["a"], None, pooling="state")
+        cf.encode(tiny.recurrent("gpt2", memory=MEMORIES["associative"]), ["a"], object(), pooling="state")

@@ -324,8 +324,10 @@ CASES = {
     },
     kv_memory: {"recent": NO_OPTIONAL_COUNT, "sinks": [-1, "4", True, 1.5, NAN], "window": [8]},
     encode: {
-        "model": [None, "gpt2", plain], "texts": ["text", None, 5, [1], [None], ["\ud800"], [["a"]], [b"a"]],
-        "tokenizer": [None, "gpt2", 5, hf.GPT2Tokenizer], "output": ["vectors", None, 5], "pooling": ["max", None, 5],
+        "model": [None, "gpt2"], "texts": ["text", None, 5, [1], [None], ["\ud800"], [["a"]], [b"a"]],
+        "tokenizer": [None, "gpt2", 5, hf.GPT2Tokenizer], "output": ["vectors", None, 5],
+        "pooling": ["sum", 5, ["max"]], "chunks": [5, [[(0, 1)]]],
+        "normalize": NO_FLAG, "special_tokens": NO_FLAG, "prompt": [5, ["a"], "\ud800"],
         "overlap": NO_OVERLAP, "use_state": [*NO_FLAG, None], "batch_size": NO_COUNT, "progress": NO_FUNCTION,
     },
     answer: {

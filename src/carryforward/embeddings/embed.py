@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`carryforward embed`: from a file of JSON lines or Parquet to a file of vectors, for corpora larger than memory.
 
-The input is read in chunks. The vectors of a chunk are written as a part, in a folder beside the output, and the parts
-are merged at the end. When the same command is run again after an interruption, chunks whose part is intact are not
-embedded again. A JSON file beside the output records how it was made.
+The input is read in groups of documents. The vectors of a group are written as a part, in a folder beside the output,
+and the parts are merged at the end. When the same command is run again after an interruption, groups whose part is
+intact are not embedded again. A JSON file beside the output records how it was made.
 
-Several processes divide the chunks. Each reads the whole input, and a chunk goes to the process with the fewest
+Several processes divide the groups. Each reads the whole input, and a group goes to the process with the fewest
 characters so far. So parts, and the output, do not depend on the number of processes, which may change at a restart.
 The first process holds the lock on the output, and merges the parts when all are done.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed.processes import ALONE, Processes
-from ..models.loading import Loaded, load_recurrent
+from ..models.loading import Loaded
 from ..models.model_files import version_of
 from ..settings.commands import EmbedSettings
 from ..utils import console
@@ -27,8 +27,9 @@ from ..utils.install import import_pyarrow
 from ..utils.locks import LOCK, lock_output
 from ..utils.parsing import read_json_object
 from ..utils.provenance import provenance
-from .document_chunks import CHARACTERS_PER_CHUNK, digest_source, read_chunks, source_size
+from .document_groups import CHARACTERS_PER_GROUP, DocumentGroup, digest_source, read_groups, source_size
 from .encode import check_choices, encode
+from .modules import load_embedder, read_modules
 from .vector_files import FORMATS, Part, Parts, ids_file, is_parts_folder, merge_parts
 
 _SPEED = ("batch_size", "on_error")  # settings that the vectors do not depend on
@@ -46,10 +47,11 @@ def embed(
     """Embed every document of a file of JSON lines or Parquet.
 
     Args:
-        name: a recurrent model, or a plain encoder, whose windows are read independently, without a state.
+        name: a recurrent model, or a plain encoder, whose windows are read independently, without a state. What a
+            folder of sentence-transformers says is the default of pooling, normalization, prompt and window.
         source: a .parquet file, one document per row, or a JSON lines file, one per line.
-        out: a .parquet file takes every kind of vectors; .npy and .safetensors take document vectors, with the ids in a
-            .ids.json file beside them.
+        out: a .parquet file takes every kind of vectors; .npy and .safetensors take vectors of documents and chunks,
+            with the ids in a .ids.json file beside them.
         processes: of the command; all must see the same files.
 
     Returns:
@@ -61,15 +63,17 @@ def embed(
         raise ValueError(
             f"{source} does not exist: give a JSON lines or Parquet file with a {settings.text_field!r} field."
         )
-    processes.first(lambda: _check_output(out, parts, output, settings.pooling))
+    how = read_modules(name).choose(settings.pooling, settings.special_tokens, settings.normalize, settings.prompt)
+    check_choices(output, how["pooling"], how["special_tokens"])
+    processes.first(lambda: _check_output(out, parts, output))
     used = {field: value for field, value in dataclasses.asdict(settings).items() if field not in _SPEED}
-    identity = {"model": name, "version": version_of(name), **used}
+    identity = {"model": name, "version": version_of(name), **used, **how}
     if processes.first(out.exists):
         return processes.first(lambda: _finished(source, out, settings, parts, identity))
-    loaded = load_recurrent(name, window=settings.window, device=processes.device(device))
+    loaded, _ = load_embedder(name, window=settings.window, device=processes.device(device))
     kwargs: dict[str, Any] = {"output": output, "use_state": settings.state and not loaded.untrained}
-    kwargs |= {field: getattr(settings, field) for field in ("pooling", "overlap", "batch_size")}
-    encode(loaded.model, [], loaded.tokenizer, **kwargs)  # raises for bad arguments before a folder is made
+    kwargs |= {**how, "overlap": settings.overlap, "batch_size": settings.batch_size}
+    encode(loaded.model, [], loaded.tokenizer, **_with_chunks(kwargs, settings, DocumentGroup()))  # checks arguments
     with _locked(parts, out, processes):
         if processes.first(out.exists):  # another command has just written it
             return processes.first(lambda: _finished(source, out, settings, parts, identity))
@@ -101,23 +105,24 @@ def _embed_chunks(
     """Embed this process's share of what is not embedded yet. Returns all parts, and the record of the output."""
     merged, skipped = list[Part](), list[int]()
     read: dict[str, Any] = {"bytes": 0, "digest": ""}
-    characters = [0] * processes.count  # of the chunks of each process
+    characters = [0] * processes.count  # of the groups of each process
     size = source_size(source, settings)
     with processes.progress_bar(f"embedding {source.name}", size, "bytes") as advance:
-        for number, chunk in enumerate(read_chunks(source, settings, CHARACTERS_PER_CHUNK[settings.what])):
-            skipped += chunk.skipped
-            length, read = chunk.bytes - read["bytes"], {"bytes": chunk.bytes, "digest": chunk.digest}
-            if not chunk.ids:
+        for number, group in enumerate(read_groups(source, settings, CHARACTERS_PER_GROUP[settings.what])):
+            skipped += group.skipped
+            length, read = group.bytes - read["bytes"], {"bytes": group.bytes, "digest": group.digest}
+            if not group.ids:
                 continue  # the last lines of the source, skipped or blank
-            merged.append((parts.path(number), chunk.ids))
+            merged.append((parts.path(number), group.ids))
             owner = characters.index(min(characters))
-            characters[owner] += sum(map(len, chunk.texts))
+            characters[owner] += sum(map(len, group.texts))
             if owner != processes.rank:
                 continue
             progress = _Steps(length, advance)
-            if not parts.has(number, chunk):
-                vectors = encode(loaded.model, chunk.texts, loaded.tokenizer, progress=progress.update, **kwargs)
-                parts.write(number, chunk, vectors)
+            if not parts.has(number, group):
+                arguments = _with_chunks(kwargs, settings, group)
+                vectors = encode(loaded.model, group.texts, loaded.tokenizer, progress=progress.update, **arguments)
+                parts.write(number, group, vectors)
             progress.finish()
     record = {"kind": "embedding", **provenance(str(loaded.model.device)), "processes": processes.count}
     record |= {"settings": parts.identity, "source": read}
@@ -139,6 +144,11 @@ def _merge(out: Path, folder: Path, parts: list[Part], record: dict[str, Any]) -
     if not parts:
         raise ValueError(f"nothing to embed: {out.name} would be empty.")
     return result
+
+
+def _with_chunks(kwargs: dict[str, Any], settings: EmbedSettings, group: DocumentGroup) -> dict[str, Any]:
+    """Arguments of `encode` for a group of documents: of chunks, their size or their spans."""
+    return {**kwargs, "chunks": settings.chunk_size if settings.chunks_field is None else group.spans}
 
 
 def record_file(out: Path) -> Path:
@@ -170,7 +180,7 @@ def _finished(
 
 
 class _Steps:
-    """Advances a bar by the bytes of a chunk, in proportion to its tokens that were read."""
+    """Advances a bar by the bytes of a group, in proportion to its tokens that were read."""
 
     def __init__(self, size: int, advance: Callable[[int], object]):
         self.size, self.done, self._advance = size, 0, advance
@@ -186,13 +196,12 @@ class _Steps:
         self.done = done
 
 
-def _check_output(out: Path, parts: Path, output: str, pooling: str) -> None:
+def _check_output(out: Path, parts: Path, output: str) -> None:
     """Raise ValueError if the vectors cannot be written to `out`."""
-    check_choices(output, pooling)
     if out.suffix not in FORMATS:
         raise ValueError(f"--out {out}: the name must end in {', '.join(FORMATS)}.")
-    if out.suffix != ".parquet" and output != "document":
-        raise ValueError(f"--out {out}: {out.suffix} takes one vector per document; for {output} use .parquet.")
+    if out.suffix != ".parquet" and output not in ("document", "chunks"):
+        raise ValueError(f"--out {out}: {out.suffix} takes vectors of documents or chunks; for {output} use .parquet.")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}. Create it first.")
     for path, kind in ((out, "folder"), (parts, "file")):

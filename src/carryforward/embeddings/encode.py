@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contextual embeddings of whole documents: a vector per token, per window or per document, as NumPy arrays.
+"""Contextual embeddings of whole documents: a vector per token, chunk, window or document, as NumPy arrays.
 
 Each document is read once, window by window, and the state is carried from window to window. Documents of similar
 length share a batch, and a call reads a few windows. Memory therefore depends neither on the length of the
-documents nor, for document vectors, on the number of tokens.
+documents nor, for vectors of documents and chunks, on the number of tokens.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -18,19 +19,23 @@ from transformers import PreTrainedModel
 
 from ..backbones.modes import eval_mode
 from ..data.samples import pad
-from ..data.tokenization import check_text, check_tokenizer, tokenise_texts
+from ..data.tokenization import check_text, check_tokenizer
 from ..evaluation.streaming import Piece, stream_documents
 from ..models import argument_checks
-from ..models.headless import RecurrentModel, without_head
+from ..models.headless import RecurrentModel
 from ..models.outputs import RecurrentOutput
 from ..state import State
 from ..utils.checks import check_callable, check_count, check_flag
 from ..utils.progress import ProgressBar, ProgressCallback
+from .chunks import ChunkVectors, Document, Spans, check_chunks, tokenise_documents
+from .modules import EmbeddingModules, load_embedder
+from .pooling import Collector, FinalState, Pooled, TokenList, WindowStates, normalized
+from .readers import Share, reader_of
 
 logger = logging.getLogger(__name__)
 
-Output = Literal["document", "tokens", "windows"]
-Pooling = Literal["mean", "state"]
+Output = Literal["document", "chunks", "tokens", "windows"]
+Pooling = Literal["mean", "max", "cls", "state"]
 WINDOWS_PER_CALL = 8  # of each document; affects only speed
 
 
@@ -48,12 +53,16 @@ class TokenVectors:
 
 
 def encode(
-    model: PreTrainedModel,
+    model: PreTrainedModel | str | Path,
     texts: Iterable[str],
-    tokenizer: Any,
+    tokenizer: Any = None,
     *,
     output: str = "document",
-    pooling: str = "mean",
+    chunks: int | Spans | None = None,
+    pooling: str | None = None,
+    special_tokens: bool | None = None,
+    normalize: bool | None = None,
+    prompt: str | None = None,
     overlap: int | None = None,
     use_state: bool = True,
     batch_size: int = 8,
@@ -62,65 +71,129 @@ def encode(
     """Embed documents of any length.
 
     Args:
-        model: a recurrent model; its head, if it has one, is not used.
+        model: a recurrent model; its head, if it has one, is not used. Or a plain encoder, whose windows are
+            independent. Or the name of either, which is then loaded, on the GPU if there is one: what a folder of
+            sentence-transformers says is the default of `pooling`, `special_tokens`, `normalize`, `prompt`, and of a
+            plain model's window.
         texts: the documents.
-        tokenizer: the model's tokenizer; a fast one for "tokens", which needs offsets. The model adds special tokens.
-        output: "document" returns one vector per document, [documents, k]; "tokens" a list of `TokenVectors`;
-            "windows" a list of the vectors that windows pass to the next: [windows - 1, states, slots, k] with the
-            memory "vector", [windows - 1, memory tokens, k] with "tokens".
-        pooling: the vector of a document: "mean" of its token vectors, or "state" after its last window, with all
-            its vectors concatenated. A last window that is not full is pooled over the tokens it has. The vector of an
-            empty document is zero.
+        tokenizer: the model's tokenizer, unless the model is named; a fast one for chunks and tokens, which need
+            offsets. The model adds special tokens.
+        output: "document" returns one vector per document, [documents, k]; "chunks" a list of `ChunkVectors`; "tokens"
+            a list of `TokenVectors`; "windows" a list of the vectors that windows pass to the next:
+            [windows - 1, states, slots, k] with the memory "vector", [windows - 1, memory tokens, k] with "tokens".
+        chunks: for the output "chunks", the number of tokens of a chunk, or for each text its spans of characters,
+            [start, stop). A token belongs to every span that contains its last character. A span without tokens has the
+            vector zero.
+        pooling: the vector of a document or chunk: "mean" (the default) or "max" of its token vectors; "cls", the mean
+            of the first special token's vector in the windows of its tokens; or for documents "state", the state
+            after its last window, with all its vectors concatenated. A last window that is not full is pooled over the
+            tokens it has. The vector of an empty document is zero.
+        special_tokens: pool the windows' special tokens too, shared out evenly among the tokens of each window.
+        normalize: give all vectors unit length.
+        prompt: a text to put in front of each document, or the name of one of the named model's prompts. Its tokens are
+            part of a document, but not of chunks, and have no token vectors.
         overlap: tokens that consecutive windows share; by default that of the config. A token's vector comes from the
             window in which it is farthest from an edge (encoders) or has the most context (causal models).
         use_state: False removes the state: every window is read on its own, as by the base model.
         batch_size: documents in a batch.
         progress: called with the number of tokens read so far and in total; None shows a bar on a terminal.
     """
-    check_choices(output, pooling)
     check_count("batch_size", batch_size)
-    check_flag("use_state", use_state)
+    for name, flag in (("special_tokens", special_tokens), ("normalize", normalize), ("use_state", use_state)):
+        check_flag(name, flag, optional=name != "use_state")
     check_callable("progress", progress, optional=True)
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        kind = "one string" if isinstance(texts, str) else f"of type {type(texts).__name__}"
-        raise ValueError(f"texts is {kind}: give a list of documents.")
-    reader = without_head(model)
-    if needs_state(output, pooling):
-        _check_state(reader, output, use_state)
+    if prompt is not None:
+        check_text("prompt", prompt)
+    model, tokenizer, modules, plain = _loaded(model, tokenizer)
+    how = modules.choose(pooling, special_tokens, normalize, prompt)
+    share = check_choices(output, how["pooling"], how["special_tokens"])
+    texts = _check_texts(texts)
+    check_chunks(chunks, output, texts)
+    reader, carries = reader_of(model, tokenizer, share)
+    carries = carries and not plain
+    states_only = output == "document" and how["pooling"] == "state"
+    _check_state(reader, output, states_only, use_state, carries)
     overlap = argument_checks.check_overlap(reader.config, overlap)
     check_tokenizer(tokenizer, reader._vocabulary)
-    texts = list(texts)
-    for i, text in enumerate(texts):
-        check_text(f"texts[{i}]", text)
-    tokenised = list(tokenise_texts(tokenizer, texts, offsets=output == "tokens"))
-    ids = [token_ids for token_ids, _ in tokenised]
-    if any(not len(token_ids) for token_ids in ids):
-        logger.warning("%d documents have no tokens.", sum(not len(token_ids) for token_ids in ids))
-    collector = _collector(output, pooling)
-    collectors = [collector(reader) for _ in ids]
+    documents = tokenise_documents(tokenizer, texts, how["prompt"], offsets=output in ("chunks", "tokens"))
+    if any(not len(document.ids) for document in documents):
+        logger.warning("%d documents have no tokens.", sum(not len(document.ids) for document in documents))
+    layouts = _layouts(documents, output, chunks)
+    collectors = [_collector(reader, output, how["pooling"], ranges) for ranges, _ in layouts]
     pieces = _read(
-        reader, ids, overlap=overlap, use_state=use_state, batch_size=batch_size,
-        windows_per_call=1 if output == "windows" else WINDOWS_PER_CALL, states_only=collector is _FinalState,
+        reader, [document.ids for document in documents], overlap=overlap, use_state=use_state and carries,
+        batch_size=batch_size, windows_per_call=1 if output == "windows" else WINDOWS_PER_CALL,
+        states_only=states_only,
     )  # fmt: skip
-    bar = ProgressBar("embedding", sum(map(len, ids)), "tokens", library=True, callback=progress)
+    bar = ProgressBar("embedding", sum(len(one.ids) for one in documents), "tokens", library=True, callback=progress)
     with bar, eval_mode(reader), torch.inference_mode():
         for document, count, vectors, state, row in pieces:
             collectors[document].add(vectors, state, row)
             bar.advance(count)
-    results = [document.result() for document in collectors]
+    results = [collector.result() for collector in collectors]
+    results = [normalized(result) for result in results] if how["normalize"] else results
+    if output == "chunks":
+        return [ChunkVectors(vectors, spans) for vectors, (_, spans) in zip(results, layouts, strict=True)]
     if output == "tokens":
-        return [TokenVectors(vectors, offsets) for vectors, (_, offsets) in zip(results, tokenised, strict=True)]
+        return [_own_tokens(vectors, document) for vectors, document in zip(results, documents, strict=True)]
     if output == "windows":
         return results
-    return np.stack(results) if results else collector(reader).result()[None][:0]
+    nothing = _collector(reader, output, how["pooling"], np.zeros((0, 2), np.int64)).result()[:0]
+    return np.concatenate([nothing, *results])
 
 
-def _check_state(reader: RecurrentModel, output: str, use_state: bool) -> None:
-    """Raise ValueError if states are to be returned and there are none, or they mean nothing."""
+def _loaded(model: Any, tokenizer: Any) -> tuple[PreTrainedModel, Any, EmbeddingModules, bool]:
+    """The model, its tokenizer, what it says about vectors, and whether it was loaded by name and is plain."""
+    if not isinstance(model, str | Path):
+        if tokenizer is None:
+            raise ValueError("tokenizer is missing: give the model's own, or name the model instead.")
+        return model, tokenizer, EmbeddingModules(), False
+    if tokenizer is not None:
+        raise ValueError(f"tokenizer is given, and the model {str(model)!r} has its own. Leave it out.")
+    loaded, modules = load_embedder(str(model))
+    return loaded.model, loaded.tokenizer, modules, loaded.untrained
+
+
+def _check_texts(texts: Any) -> list[str]:
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        kind = "one string" if isinstance(texts, str) else f"of type {type(texts).__name__}"
+        raise ValueError(f"texts is {kind}: give a list of documents.")
+    texts = list(texts)
+    for i, text in enumerate(texts):
+        check_text(f"texts[{i}]", text)
+    return texts
+
+
+def check_choices(output: str, pooling: str, special_tokens: bool) -> Share | None:
+    """Raise ValueError for an unknown output or pooling, or two that exclude each other. Returns how special tokens are
+    shared out."""
+    for name, value, choices in (("output", output, get_args(Output)), ("pooling", pooling, get_args(Pooling))):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+    if output == "chunks" and pooling == "state":
+        raise ValueError('pooling="state": a chunk has no state of its own. Use pooling="mean" for chunks.')
+    if special_tokens and pooling == "state":
+        raise ValueError('special_tokens=True: pooling="state" pools no tokens. Leave one out.')
+    if output in ("tokens", "windows"):
+        return None
+    if pooling == "cls":
+        return "cls"
+    return pooling if special_tokens else None  # type: ignore[return-value]
+
+
+def _check_state(reader: RecurrentModel, output: str, states_only: bool, use_state: bool, carries: bool) -> None:
+    """Raise ValueError if the result would depend on states and there are none, or they mean nothing."""
     windows = output == "windows"
     argument, instead = ('output="windows"', 'output="tokens"') if windows else ('pooling="state"', 'pooling="mean"')
-    kind = reader.memory.vector_kind
-    if kind in reader.untrained_memories:
+    kind, untrained = reader.memory.vector_kind, reader.untrained_memories
+    if not windows and not states_only:
+        if use_state and carries and untrained:
+            raise ValueError(
+                f"the model's memory ({', '.join(untrained)}) is untrained, so vectors that it takes part in mean "
+                "nothing. Train the model, or read without the state: use_state=False (--no-state)."
+            )
+        return
+    if kind in untrained:
         raise ValueError(
             f"{argument}: the model's memory is untrained, so its states mean nothing. Train it, or use {instead}."
         )
@@ -133,16 +206,34 @@ def _check_state(reader: RecurrentModel, output: str, use_state: bool) -> None:
         )
 
 
-def check_choices(output: str, pooling: str) -> None:
-    """Raise ValueError for an unknown output or pooling."""
-    for name, value, choices in (("output", output, get_args(Output)), ("pooling", pooling, get_args(Pooling))):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+def _layouts(
+    documents: Sequence[Document], output: str, chunks: int | Spans | None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The ranges of tokens that are pooled in each document, and the spans of its chunks."""
+    if output != "chunks":
+        return [(document.whole, document.whole) for document in documents]
+    layouts = [
+        document.chunks(chunks if isinstance(chunks, int) else chunks[i])  # type: ignore[index]
+        for i, document in enumerate(documents)
+    ]
+    empty = sum(int((ranges[:, 0] == ranges[:, 1]).sum()) for ranges, _ in layouts)
+    if empty:
+        logger.warning("%d chunks have no tokens: their vectors are zero.", empty)
+    return layouts
 
 
-def needs_state(output: str, pooling: str) -> bool:
-    """Whether the result consists of states rather than token vectors."""
-    return output == "windows" or (output == "document" and pooling == "state")
+def _collector(reader: RecurrentModel, output: str, pooling: str, ranges: np.ndarray) -> Collector:
+    if output == "tokens":
+        return TokenList(reader)
+    if output == "windows":
+        return WindowStates(reader)
+    return FinalState(reader) if pooling == "state" else Pooled(reader, ranges, pooling)
+
+
+def _own_tokens(vectors: np.ndarray, document: Document) -> TokenVectors:
+    """The vectors of a document's tokens, without those of the prompt."""
+    assert document.offsets is not None, "tokenised with offsets"
+    return TokenVectors(vectors[document.own :], document.offsets[document.own :].clip(0))
 
 
 def _read(
@@ -199,90 +290,3 @@ def _unpad(out: RecurrentOutput, counts: list[int]) -> list[Tensor]:
     if out.emitted is not None:
         counts = (out.emitted[:, 1] - out.emitted[:, 0]).tolist()
     return [vectors[:count] for vectors, count in zip(out.last_hidden_state, counts, strict=True)]
-
-
-class _Collector(Protocol):
-    """Builds the result for one document from its pieces."""
-
-    def __init__(self, model: RecurrentModel): ...
-
-    def add(self, vectors: Tensor, state: State, row: int) -> None:
-        """Add the next piece: its token vectors, [n, k], and a row of the state after it."""
-
-    def result(self) -> np.ndarray: ...
-
-
-def _collector(output: str, pooling: str) -> type[_Collector]:
-    if output == "document":
-        return _TokenMean if pooling == "mean" else _FinalState
-    return _TokenList if output == "tokens" else _WindowStates
-
-
-class _TokenMean(_Collector):
-    """The mean of all token vectors, [k], as a running sum on the model's device: the vectors do not leave it."""
-
-    def __init__(self, model: RecurrentModel):
-        wide = torch.float32 if model.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
-        self.total = torch.zeros(model.config.base_config.hidden_size, dtype=wide)
-        self.count = 0
-
-    def add(self, vectors: Tensor, state: State, row: int) -> None:
-        self.total = self.total.to(vectors.device) + vectors.sum(dim=0, dtype=self.total.dtype)
-        self.count += len(vectors)
-
-    def result(self) -> np.ndarray:
-        return (self.total / max(self.count, 1)).float().cpu().numpy()
-
-
-def _vector_state(model: RecurrentModel) -> tuple[str, tuple[int, ...]]:
-    """The memory whose state consists of vectors, and the shape of its state: for "vector" states, slots and hidden
-    size, for "tokens" memory tokens and hidden size."""
-    kind = model.memory.vector_kind
-    assert kind is not None, "checked before"
-    return kind, getattr(model.memory, kind).shape
-
-
-class _FinalState(_Collector):
-    """The state after the last window, all its vectors in one."""
-
-    def __init__(self, model: RecurrentModel):
-        self.kind, shape = _vector_state(model)
-        self.state = np.zeros(shape, np.float32)
-
-    def add(self, vectors: Tensor, state: State, row: int) -> None:
-        if state.ended:
-            self.state = state.memory[self.kind][row].float().cpu().numpy()
-
-    def result(self) -> np.ndarray:
-        return self.state.flatten()
-
-
-class _WindowStates(_Collector):
-    """The vectors that each full window passes to the next, [windows - 1, ..., k]. Needs one window a piece."""
-
-    def __init__(self, model: RecurrentModel):
-        self.kind, self.shape = _vector_state(model)
-        self.next_start = -1
-        self.states: list[np.ndarray] = []
-
-    def add(self, vectors: Tensor, state: State, row: int) -> None:
-        next_start = int(state.read[row] - state.pending[row])  # of the next window; changes when a window is complete
-        if state.started[row] and next_start != self.next_start:
-            self.states.append(state.memory[self.kind][row].float().cpu().numpy())
-        self.next_start = next_start
-
-    def result(self) -> np.ndarray:
-        return np.stack(self.states) if self.states else np.zeros((0, *self.shape), np.float32)
-
-
-class _TokenList(_Collector):
-    """The vectors of all tokens, [N, k]."""
-
-    def __init__(self, model: RecurrentModel):
-        self.parts = [np.zeros((0, model.config.base_config.hidden_size), np.float32)]
-
-    def add(self, vectors: Tensor, state: State, row: int) -> None:
-        self.parts.append(vectors.float().cpu().numpy())
-
-    def result(self) -> np.ndarray:
-        return np.concatenate(self.parts)

@@ -19,7 +19,8 @@ import numpy as np
 from ..utils.digests import damaged_file, digest_file
 from ..utils.files import atomic_write, clear_leftovers, is_leftover, publish, read_sealed_json, write_sealed_json
 from ..utils.install import import_pyarrow
-from .document_chunks import Chunk
+from .chunks import ChunkVectors
+from .document_groups import DocumentGroup
 from .encode import TokenVectors
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ Part = tuple[Path, list[str]]  # the .npz file, and the ids of its documents
 
 
 def ids_file(out: Path) -> Path:
-    """The file of document ids beside a .npy or .safetensors file."""
+    """The file of ids beside a .npy or .safetensors file: of each row's document, and the span of a chunk."""
     return out.with_name(out.name + ".ids.json")
 
 
@@ -40,7 +41,7 @@ def is_parts_folder(folder: Path) -> bool:
 
 
 class Parts:
-    """The folder of an unfinished output's parts. A part is used again if it is intact and its chunk is unchanged.
+    """The folder of an unfinished output's parts. A part is used again if it is intact and its documents are unchanged.
 
     Attributes:
         identity: the model and the settings that all parts share.
@@ -64,25 +65,25 @@ class Parts:
             path.unlink()
         write_sealed_json(self.folder / "settings.json", self.identity)
 
-    def has(self, number: int, chunk: Chunk) -> bool:
-        """Whether the part of a chunk is there and intact."""
+    def has(self, number: int, group: DocumentGroup) -> bool:
+        """Whether the part of a group is there and intact."""
         metadata = self._read(f"part-{number:08d}.json")
         if metadata is None:
             return False
         digest = metadata.pop("vectors", "")
-        if metadata != chunk.metadata():
+        if metadata != group.metadata():
             return False  # its lines have changed
         intact = damaged_file(self.folder, {self.path(number).name: digest}) is None
         if not intact:
             logger.warning("%s is missing or damaged and is made again.", self.path(number))
         return intact
 
-    def write(self, number: int, chunk: Chunk, vectors: Any) -> None:
-        """Write what `encode` returned for a chunk: the arrays first, and the metadata when they are complete."""
+    def write(self, number: int, group: DocumentGroup, vectors: Any) -> None:
+        """Write what `encode` returned for a group: the arrays first, and the metadata when they are complete."""
         path = self.path(number)
         with atomic_write(path) as temporary:
             np.savez(temporary, **_arrays(vectors))  # type: ignore[arg-type]
-        write_sealed_json(path.with_suffix(".json"), {**chunk.metadata(), "vectors": digest_file(path)})
+        write_sealed_json(path.with_suffix(".json"), {**group.metadata(), "vectors": digest_file(path)})
 
     def path(self, number: int) -> Path:
         """The .npz file of a part."""
@@ -103,6 +104,9 @@ def _arrays(vectors: Any) -> dict[str, np.ndarray]:
     """The arrays of a part, by name, from what `encode` returned."""
     if isinstance(vectors, np.ndarray):
         return {"vectors": vectors}
+    if vectors and isinstance(vectors[0], ChunkVectors):
+        arrays = {name: np.concatenate([getattr(row, name) for row in vectors]) for name in ("vectors", "spans")}
+        return arrays | {"counts": np.array([len(row.spans) for row in vectors])}
     rows = [row.vectors if isinstance(row, TokenVectors) else row for row in vectors]
     arrays = {f"vectors-{i}": row for i, row in enumerate(rows)}
     return arrays | {f"offsets-{i}": row.offsets for i, row in enumerate(vectors) if isinstance(row, TokenVectors)}
@@ -112,18 +116,31 @@ def _arrays(vectors: Any) -> dict[str, np.ndarray]:
 def merge_parts(parts: list[Part], out: Path) -> Iterator[list[Path]]:
     """Write all parts as one file, with one part in memory at a time. Yields the files that were written, before they
     appear at their places."""
-    ids = [document_id for _, part_ids in parts for document_id in part_ids]
     with atomic_write(out) as temporary:
         written = [temporary]
         if out.suffix == ".parquet":
             _write_parquet(parts, temporary)
         else:
-            _write_array(parts, temporary, len(ids), out.suffix)
+            rows = [row for part in parts for row in _rows(part)]
+            _write_array(parts, temporary, len(rows), out.suffix)
             written.append(temporary.with_name(ids_file(out).name))
-            written[1].write_text(json.dumps(ids, indent=1) + "\n")
+            written[1].write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n")
         yield written
         for path in written[1:]:
             publish(path, out.with_name(path.name))
+
+
+def _rows(part: Part) -> list[Any]:
+    """What stands in the file of ids for each row: the document's id, and for a chunk also its span."""
+    path, ids = part
+    with np.load(path) as arrays:
+        if "counts" not in arrays:
+            return list(ids)
+        names = [name for name, count in zip(ids, arrays["counts"].tolist(), strict=True) for _ in range(count)]
+        return [
+            {"id": name, "start": start, "stop": stop}
+            for name, (start, stop) in zip(names, arrays["spans"].tolist(), strict=True)
+        ]
 
 
 def _write_parquet(parts: list[Part], path: Path) -> None:
@@ -137,9 +154,16 @@ def _write_parquet(parts: list[Part], path: Path) -> None:
 
 
 def _tables(arrow: Any, parts: list[Part]) -> Iterator[Any]:
-    """Arrow tables: one per part for document vectors, one per document for the larger token and window vectors."""
+    """Arrow tables: one per part for vectors of documents and chunks, one per document for the larger token and window
+    vectors."""
     for path, ids in parts:
         with np.load(path) as part:
+            if "counts" in part:
+                rows = _rows((path, ids))
+                columns = {name: arrow.array([row[name] for row in rows], kind) for name, kind in
+                           (("id", arrow.string()), ("start", arrow.int64()), ("stop", arrow.int64()))}  # fmt: skip
+                yield arrow.table(columns | {"vector": _lists(arrow, part["vectors"])})
+                continue
             if "vectors" in part:
                 yield arrow.table({"id": arrow.array(ids), "vector": _lists(arrow, part["vectors"])})
                 continue
@@ -162,10 +186,10 @@ def _lists(arrow: Any, rows: np.ndarray) -> Any:
     return arrow.LargeListArray.from_arrays(borders, rows.reshape(-1))
 
 
-def _write_array(parts: list[Part], path: Path, documents: int, suffix: str) -> None:
+def _write_array(parts: list[Part], path: Path, rows: int, suffix: str) -> None:
     """Write the header of a .npy or .safetensors file, and then the vectors of each part."""
     with np.load(parts[0][0]) as part:
-        shape = documents, part["vectors"].shape[1]
+        shape = rows, part["vectors"].shape[1]
     with path.open("wb") as file:
         if suffix == ".npy":
             np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})

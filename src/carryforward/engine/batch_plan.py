@@ -97,7 +97,9 @@ class BatchPlan:
         self.first = [read - pending for read, pending in zip(self.read, state.pending.tolist(), strict=True)]
         self._pack(input_ids, attention_mask, labels)
         self.schedules = [self._schedule(row) for row in range(len(self.read))]
-        self.block_windows = max(block_windows, self.group.size if self.group else 1)
+        if self.group is not None:  # room for a group at least
+            block_windows = max(block_windows, -(-self.group.size // len(self.read)), 2)
+        self.block_windows = block_windows
         self._started: list[bool] = state.started.tolist()
         begun = [0] * len(self.read) if state.origin is None else state.origin.tolist()
         # A row without a memory begins one now.

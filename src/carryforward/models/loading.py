@@ -30,7 +30,7 @@ from ..config import RecurrentModelConfig
 from ..settings.recurrence import BUNDLED
 from ..utils.checkpoints import run_of
 from . import auto
-from .add_recurrence import add_recurrence, savable
+from .add_recurrence import add_recurrence, ensure_architecture, savable
 from .base import RecurrentPreTrainedModel
 from .model_files import load_config, load_model, load_tokenizer
 from .question_answering import RecurrentForQuestionAnswering
@@ -244,13 +244,16 @@ def load_recurrent(name: str, *, window: int | None = None, device: str | None =
         model = load_model(cls.from_pretrained, name, dtype=torch.float32)
         loaded = Loaded(name, _keep(model, tokenizer), tokenizer, run_of(name))
     else:
-        positions = architecture_of(config).max_positions(config)
         plain = load_model(AutoModel.from_pretrained, name, dtype=torch.float32)
-        window = window or min(positions, 512)
-        model = add_recurrence(plain, tokenizer=tokenizer, window=window, memory="vector")  # its state is not used
-        loaded = Loaded(name, model, tokenizer, untrained=True)
+        loaded = Loaded(name, read_in_windows(plain, tokenizer, window), tokenizer, untrained=True)
     loaded.model.to(usable_device(device)).eval()  # type: ignore[arg-type]
     return loaded
+
+
+def read_in_windows(plain: PreTrainedModel, tokenizer: Any, window: int | None = None) -> RecurrentPreTrainedModel:
+    """A plain model without its head that reads documents in windows. Its state means nothing and must not be used."""
+    positions = ensure_architecture(plain).max_positions(plain.config)
+    return add_recurrence(plain, tokenizer=tokenizer, window=window or min(positions, 512), memory="vector")
 
 
 def _architecture(name: str, config: RecurrentModelConfig) -> str:

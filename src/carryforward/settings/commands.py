@@ -224,12 +224,25 @@ class AnswerSettings(Settings):
         at_least(0, self, "overlap")
 
 
+_MODULES = "what a folder of sentence-transformers says"
+
+
 @dataclass(frozen=True)
 class EmbedSettings(Settings):
     """Settings of `carryforward embed`."""
 
-    what: str = setting("document", "What gets a vector: document, tokens or windows.")
-    pooling: str = setting("mean", "Vector of a document: mean (of its token vectors) or state (its last state).")
+    what: str = setting("document", "What gets a vector: document, chunks, tokens or windows.")
+    chunk_size: int | None = setting(None, "Tokens per chunk, for --what chunks.")
+    chunks_field: str | None = setting(
+        None, "Field with a document's chunks: a list of pairs of characters, start and stop."
+    )
+    pooling: str | None = setting(
+        None, "Vector of a document or chunk: mean or max of its token vectors, cls, or state (a document's last one).",
+        shown=f"{_MODULES}, or mean",
+    )  # fmt: skip
+    normalize: bool | None = setting(None, "Give all vectors unit length.", shown=_MODULES)
+    prompt: str | None = setting(None, "Text to put in front of each document, or a prompt's name.", shown=_MODULES)
+    special_tokens: bool | None = advanced_setting(None, "Pool special tokens too.", shown=_MODULES)
     window: int | None = advanced_setting(None, "Tokens per window, of plain models.", shown="at most 512")
     overlap: int | None = advanced_setting(None, OVERLAP, shown=AS_TRAINED)
     state: bool = advanced_setting(True, NO_STATE)
@@ -240,8 +253,13 @@ class EmbedSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, self, "window", "batch_size")
+        at_least(1, self, "window", "batch_size", "chunk_size")
         at_least(0, self, "overlap")
+        given = [name for name in ("chunk_size", "chunks_field") if getattr(self, name) is not None]
+        if given and self.what != "chunks":
+            raise ValueError(f"{flag(given[0])} is for --what chunks, not for --what {self.what}. Leave it out.")
+        if self.what == "chunks" and len(given) != 1:
+            raise ValueError("--what chunks needs --chunk-size or --chunks-field, one of the two.")
         if self.on_error not in ("stop", "skip"):
             raise ValueError(f"--on-error {self.on_error}: it must be stop or skip.")
 
