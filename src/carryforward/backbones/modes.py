@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is changed of a model for a time, or only if all goes well: the mode of its modules, hooks and attributes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,9 +21,29 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model is as before: its hooks, buffers, modes, attributes, classes and config; and so are torch's
+    random numbers on the CPU."""
+    restore = _restoring(model)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
 def as_before_on_error(model: nn.Module) -> Iterator[None]:
-    """If an error is raised inside, the model is as before afterwards: its hooks, buffers, modes, attributes, classes
-    and config; and so are torch's random numbers."""
+    """The same if an error is raised inside."""
+    restore = _restoring(model)
+    try:
+        yield
+    except BaseException:
+        restore()
+        raise
+
+
+def _restoring(model: nn.Module) -> Callable[[], None]:
+    """A function that makes a model as it is now."""
     modules = [*model.modules()]
     classes = [type(module) for module in modules]
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
@@ -32,13 +52,13 @@ def as_before_on_error(model: nn.Module) -> Iterator[None]:
         (value, dict(value)) for _, values in attributes for value in values.values() if isinstance(value, dict)
     ]
     random = torch.get_rng_state()
-    try:
-        yield
-    except BaseException:
+
+    def restore() -> None:
         for changed, before in (*attributes, *contents):
             changed.clear()
             changed.update(before)
         for module, cls in zip(modules, classes, strict=True):
             module.__class__ = cls
         torch.set_rng_state(random)
-        raise
+
+    return restore

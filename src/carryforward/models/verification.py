@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..backbones.architectures import architecture_of
 from ..backbones.discovery import probe_ids
 from ..backbones.hooks import HookContext
-from ..backbones.modes import eval_mode
+from ..backbones.modes import as_before, eval_mode
 from ..backbones.observation import AttentionCall, Observation, call_backbone, observed_attention, observed_kernels
 from ..backbones.quantization import is_quantized
 from ..config import RecurrenceConfig, RecurrentModelConfig
@@ -65,11 +65,7 @@ def verify(base: PreTrainedModel, head: type) -> None:
     Args:
         head: the class of the recurrent model that is to be built on it.
     """
-    backbone = architecture_of(base.config).backbone_of(base)
-    with (
-        eval_mode(base), torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(base)),
-        _same_attention(backbone.config),
-    ):  # fmt: skip
+    with as_before(base), eval_mode(base), torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(base)):
         torch.manual_seed(0)
         probe = _Probe(base, head)
         for check in _CHECKS:
@@ -79,16 +75,6 @@ def verify(base: PreTrainedModel, head: type) -> None:
                     f"Recurrence cannot be added to {type(base).__name__}: {problem}. With verify=False it is added "
                     "all the same."
                 )
-
-
-@contextlib.contextmanager
-def _same_attention(config: Any) -> Iterator[None]:
-    """The attention function of a config is the same afterwards."""
-    implementation = config._attn_implementation
-    try:
-        yield
-    finally:
-        config._attn_implementation = implementation
 
 
 def _problem(check: "Callable[[_Probe], str]", probe: "_Probe") -> str:

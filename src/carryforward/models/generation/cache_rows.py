@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import Cache
 
 from ...backbones.attention import KV
-from ...backbones.cache_places import CachePlaces
 from ...backbones.kv_layout import KVLayout
 from ...state import State
+from .cache_places import CachePlaces
 
 
 class CacheRows(Cache):

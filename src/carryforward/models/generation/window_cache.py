@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backbones.cache_places import CachePlaces
 from ...backbones.hooks import HookContext
 from ...backbones.memory_positions import grow_cache_mask
 from ...engine.decode_graph import DecodeGraph, decode_key
@@ -23,6 +22,7 @@ from ...engine.graph_cache import first_line
 from ...memories.base import WindowRecord
 from ...state import State
 from ...windows import Span
+from .cache_places import CachePlaces
 from .cache_rows import CacheRows
 
 CAPTURE_AFTER = 4  # tokens: a capture takes as long as a few
