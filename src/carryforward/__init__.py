@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .data.corpora import open_corpus as open_corpus
     from .data.documents import Documents as Documents
     from .data.documents import tokenise as tokenise
-    from .embeddings.chunks import ChunkVectors as ChunkVectors
     from .data.labelled import LabelledDocuments as LabelledDocuments
     from .data.labelled import load_labelled as load_labelled
     from .data.masking import MaskedDocuments as MaskedDocuments
     from .data.masking import mask_documents as mask_documents
+    from .embeddings.chunks import ChunkVectors as ChunkVectors
     from .embeddings.encode import TokenVectors as TokenVectors
     from .embeddings.encode import encode as encode
     from .embeddings.sentence_transformers import RecurrentTransformer as RecurrentTransformer

@@ -68,7 +68,7 @@ def test_a_named_folder_is_followed(plain, pooling):
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "max"])
 def test_short_texts_have_the_vectors_of_sentence_transformers(plain, tmp_path, mode):
-    library = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers runs it")
+    library = pytest.importorskip("sentence_transformers", reason="make test: it installs sentence-transformers")
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
     modules = [Transformer(str(plain)), Pooling(16, mode), Normalize()]

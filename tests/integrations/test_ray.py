@@ -27,7 +27,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def parquet():
-    return pytest.importorskip("pyarrow.parquet", reason='pip install -e ".[parquet]"')
+    return pytest.importorskip("pyarrow.parquet", reason="make test-all: it installs pyarrow")
 
 
 def write_corpus(parquet, folder, texts, **columns):
@@ -91,7 +91,7 @@ def test_wrong_arguments_are_refused_before_the_first_batch(home, parquet):
 
 def run_with_ray(script, *arguments):
     """Run a script in a process of its own, which ends Ray with it."""
-    pytest.importorskip("ray.data", reason='pip install -e ".[ray]"')
+    pytest.importorskip("ray.data", reason="make test-all: it installs Ray Data")
     command = [sys.executable, *([script] if isinstance(script, Path) else ["-c", textwrap.dedent(script)])]
     done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -99,7 +99,7 @@ def test_a_wrong_architecture_is_refused(name, wrong, message):
         ("falcon", {"rotary": False}, {"_vectors_enter", "_keys_move"}),
         ("albert", {}, set()),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_each_check_finds_it_by_itself(name, wrong, checks, dtype):
     model = described(name, **wrong).to(dtype)

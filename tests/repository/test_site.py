@@ -11,7 +11,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-pytest.importorskip("mkdocs", reason="make docs, or pip install -e .[docs], installs mkdocs")
+pytest.importorskip("mkdocs", reason="make test-all installs mkdocs")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
