@@ -25,9 +25,21 @@ def test_a_file_in_a_models_folder_is_not_the_model(home):
     assert "is a file: give its folder" in message
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate", "inspect", "train", "add"])
-def test_an_encoder_is_no_language_model(command, home, tmp_path, capfd):
-    """Nothing is loaded: transformers would give it a head that was never trained."""
+NO_LANGUAGE_MODEL = "is an encoder (bert), and this needs a causal language model"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("evaluate", "is an encoder without a head for masked-lm"),
+        ("generate", NO_LANGUAGE_MODEL),
+        ("inspect", NO_LANGUAGE_MODEL),
+        ("train", "no mask token, which masked language models need"),  # its tokenizer is a language model's
+        ("add", NO_LANGUAGE_MODEL),
+    ],
+)
+def test_an_encoder_is_no_language_model(command, message, home, tmp_path, capfd):
+    """Nothing is loaded to generate: transformers would give it a head that was never trained."""
     config = transformers.BertConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     transformers.AutoTokenizer.from_pretrained(home / "model").save_pretrained(tmp_path / "bert")
@@ -40,9 +52,7 @@ def test_an_encoder_is_no_language_model(command, home, tmp_path, capfd):
         "add": ["--out", tmp_path / "own"],
     }
     capfd.readouterr()
-    assert "is an encoder (bert), and this needs a causal language model" in fail(
-        command, *model, *more[command], code=2
-    )
+    assert message in fail(command, *model, *more[command], code=2)
     assert not (tmp_path / "own").exists()
 
 

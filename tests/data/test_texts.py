@@ -65,7 +65,7 @@ def test_text_that_is_not_there(tmp_path, monkeypatch):
         ("empty", "empty: there is no text in this folder. Accepted: .*jsonl"),
         ("d", "there is no text in this folder"),
         ("blank", "blank, split 'train': every document is empty or only white space"),
-        ("x.csv", "x.csv is neither a folder nor a .txt or .jsonl file"),
+        ("x.csv", "x.csv is neither a folder nor a .txt, .jsonl, .json or .parquet file"),
         ("e.jsonl", "e.jsonl is empty"),
         ("none.txt", "none.txt: no such file or folder"),
         ("a/b/c", "c: no such file or folder"),

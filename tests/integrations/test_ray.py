@@ -75,7 +75,7 @@ def test_wrong_arguments_are_refused_before_the_first_batch(home, parquet):
 
     recurrent = str(home / "recurrent")
     for make, message in (
-        (lambda: Embed(recurrent, pooling="max"), "pooling='max'"),
+        (lambda: Embed(recurrent, pooling="sum"), "pooling='sum'"),
         (lambda: Embed(recurrent, output="tokens"), "a row gets one vector"),
         (lambda: Score(str(home / "model")), "is a plain model"),
         (lambda: Score(recurrent, overlap=99), "overlap=99"),

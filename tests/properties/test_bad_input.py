@@ -211,23 +211,20 @@ def test_encoders_without_special_tokens_are_warned_of(caplog):
     assert not caplog.text
 
 
-def test_special_tokens_that_would_be_read_twice_are_warned_of(monkeypatch):
+def test_special_tokens_around_pieces_are_warned_of(monkeypatch):
+    """Around a whole document they are recognised. Around a piece they would stand in the middle of a text."""
     warnings = []
     monkeypatch.setattr(base.logger, "warning_once", warnings.append)
     model = cf.add_recurrence(tiny.base("bert"), window=11, prefix=(2,), suffix=(3,), memory="vector")
-    model(IDS[:1])
-    assert not warnings
     ids = torch.tensor([[2, 9, 8, 3, 0]])
-    model(ids, attention_mask=(ids > 0).long())
-    assert "add_special_tokens=False" in warnings[0]
-    warnings.clear()
-    model = cf.add_recurrence(
-        tiny.base("bert").base_model, window=16, head="question-answering", memory="vector", **tiny.FRAME
-    )
-    model(IDS[:1], question_ids=[[5]])
+    mask = (ids > 0).long()
+    model(IDS[:1], final=False)
+    model(ids, attention_mask=mask)
     assert not warnings
-    model(ids[:, :4], question_ids=[[5]])
-    assert "add_special_tokens=False" in warnings[0]
+    model(ids, attention_mask=mask, final=False)
+    assert "add_special_tokens=False" in warnings.pop()
+    model(ids, attention_mask=mask, state=model(IDS[:1], final=False).state)
+    assert "add_special_tokens=False" in warnings.pop()
 
 
 def test_reentrant_checkpointing_is_refused():

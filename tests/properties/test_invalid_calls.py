@@ -298,7 +298,7 @@ CASES = {
     state_load: {"path": [Case("/nowhere/state", "/nowhere/state"), Case("/", "state file /"), 5, None]},
     state_save: {"signature": ["x"], "note": [5, None]},
     add_recurrence: {
-        "model": [None, "gpt2", torch.nn.Linear(2, 2), 5, causal],
+        "model": [None, torch.nn.Linear(2, 2), 5, causal],
         "config": ["kv", 5, [8]], "preset": ["best", 5, True], "head": ["lm", 5, True],
         "memory": [5, "lstm", [], {}, {"kind": "lstm"}, [5], ["kv", "kv"], True,
                    Case({"kind": "kv", "recnt": 5}, "recnt")],
