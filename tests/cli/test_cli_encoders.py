@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import encoders, prose
+from helpers import encoders, families, prose
 from helpers.commands import fail, succeed
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertModel
@@ -111,6 +111,22 @@ def test_learning_rates_are_compared_by_the_loss(home, tmp_path):
     assert [trial["rates"][0] for trial in record["search"]] == [1e-2, 1e30]
     assert record["search"][0]["loss"] > 0
     assert record["chosen"]["learning_rate"] == 1e-2
+
+
+def test_a_plain_model_whose_type_is_not_in_the_table(home, tmp_path):
+    """It scores what the same model with recurrence scores without its state."""
+    model = families.base("albert", "masked", vocab_size=len(encoders.tokenizer()))
+    encoders.tokenizer().save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "plain")
+    tokenizer, fields = encoders.tokenizer(), {"window": WINDOW, "overlap": 0, "memory": "vector"}
+    cf.add_recurrence(model, tokenizer=tokenizer, **fields).save_pretrained(tmp_path / "recurrent")
+    score = ["--data", home / "texts", "--split", "test", "--max-document-tokens", 60, "--json"]
+    plain = json.loads(succeed("evaluate", tmp_path / "plain", "--window", WINDOW, *score).out)
+    recurrent = json.loads(succeed("evaluate", tmp_path / "recurrent", *score).out)
+    (plain,), (_, control) = plain[0]["rows"], recurrent[0]["rows"]
+    assert not control["use_state"]
+    assert plain["targets"] == control["targets"] > 5
+    assert plain["nats"] == pytest.approx(control["nats"], rel=1e-5)
 
 
 def test_without_recurrence_a_plain_model_is_saved(home, tmp_path):

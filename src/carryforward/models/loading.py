@@ -200,6 +200,8 @@ def load_encoder(name: str, task: str, classes: Sequence[str] | None = None) -> 
         with _without_warnings() if own_task != task else contextlib.nullcontext():  # of weights of another head
             model = load_model(_ENCODER_TASKS[task][1].from_pretrained, name, dtype=torch.float32, **labels)
         model = model.base if isinstance(model, RecurrentPreTrainedModel) else model
+        if not is_known(model.config):
+            _find_architecture(model.config, model)
     tokenizer = load_tokenizer(name, config)
     return Loaded(name, _keep(model, tokenizer), tokenizer, run)
 
