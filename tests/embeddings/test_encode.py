@@ -7,7 +7,7 @@ import unicodedata
 import numpy as np
 import pytest
 import torch
-from helpers import tiny
+from helpers import encoders, tiny
 from helpers.embedding import TEXTS, TOKENIZER, model_of
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -36,6 +36,21 @@ def test_token_vectors_equal_those_of_one_call(name, fields, overlap):
             np.testing.assert_allclose(tokens.vectors, whole(model, text, overlap=overlap), rtol=1e-4, atol=1e-5)
         else:
             assert tokens.vectors.shape == (0, model.config.base_config.hidden_size)
+
+
+def test_special_tokens_that_stand_in_a_text_are_part_of_it():
+    """Also at its ends, where a call would take them for those that a tokenizer has put around the document."""
+    model, tokenizer = tiny.recurrent("bert", "none", prefix=(2,), suffix=(3,)), encoders.tokenizer()
+    texts = ["[CLS] w7 w8 w9 [SEP]", "[CLS] [SEP]", "w7 [SEP] w8", "[CLS]"]
+    encoded = encode(model, texts, tokenizer, output="tokens")
+    means = encode(model, texts, tokenizer)
+    for text, tokens, mean in zip(texts, encoded, means, strict=True):
+        ids = tokenizer(text)["input_ids"]  # one window, which is the base model's
+        with torch.no_grad():
+            expected = model.base(torch.tensor([ids])).last_hidden_state[0, 1:-1].numpy()
+        assert len(tokens.offsets) == len(expected) == len(text.split())
+        np.testing.assert_allclose(tokens.vectors, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mean, expected.mean(axis=0), rtol=1e-4, atol=1e-5)
 
 
 def test_offsets_point_at_the_tokens_text():

@@ -263,7 +263,8 @@ def _read(
         batch = pad([torch.from_numpy(ids[i][a:b]) for i, (a, b) in zip(piece.documents, piece.spans, strict=True)])
         kwargs: dict[str, Any] = {
             **batch,
-            "state": state,
+            # Given a state, special tokens at both ends of a text are read as they stand.
+            "state": model.fresh_state(len(piece.documents), overlap) if state is None else state,
             "overlap": overlap,
             "use_state": use_state,
             "final": piece.final,

@@ -117,6 +117,7 @@ class RecurrentPreTrainedModel(WindowRunner):
             quantization.check_gradients(self.base)
             self._passes_gradients = True
         fresh = self.fresh_state(len(input_ids), overlap, training=training)
+        is_given = state is not None
         state = fresh if state is None else state
         argument_checks.check_state(state, len(input_ids), fresh, allow_other_model)
         state = dataclasses.replace(state, model=fresh.model)  # this model's from here on
@@ -127,6 +128,8 @@ class RecurrentPreTrainedModel(WindowRunner):
             )
         argument_checks.check_mask(attention_mask, input_ids)
         framing = argument_checks.find_framing(input_ids, attention_mask, recurrence.prefix, recurrence.suffix)
+        if is_given and not any(state.read):  # a fresh state was given: documents are read as they stand
+            framing = None
         if framing is not None:
             attention_mask, framing = self._without_framing(input_ids, attention_mask, framing, state, final)
         argument_checks.check_tokens(input_ids, attention_mask, state, final)
@@ -226,7 +229,8 @@ class RecurrentPreTrainedModel(WindowRunner):
     # --- state, vocabulary, speed --------------------------------------------------------------------------------
 
     def fresh_state(self, batch: int, overlap: int | None = None, *, training: bool | None = None) -> State:
-        """The state of documents of which nothing has been read yet.
+        """The state of documents of which nothing has been read yet. A call that is given it reads special tokens
+        around a document as a part of it.
 
         Args:
             training: the weights change between calls, so states cannot name the model. By default they do in training
