@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import tiny
+from helpers import encoders, tiny
 from helpers.embedding import PROSE, TEXTS, TOKENIZER, model_of
 
 import carryforward as cf
@@ -68,6 +68,15 @@ def test_the_vector_of_an_empty_text_is_zero(saved, pipeline_of):
     np.testing.assert_allclose(vectors, encode(model, ["some words", "", PROSE[:90]], TOKENIZER), rtol=1e-4, atol=1e-5)
     assert not vectors[1].any()
     assert not pipeline.encode([""]).any()
+
+
+def test_special_tokens_that_stand_in_a_text_are_part_of_it(tmp_path, pipeline_of):
+    model, tokenizer = tiny.recurrent("bert", "none", prefix=(2,), suffix=(3,)), encoders.tokenizer()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = ["[CLS] w7 w8 w9 [SEP]", "[CLS] [SEP]", "", "w7 " * 30]
+    vectors = pipeline_of(cf.RecurrentTransformer(str(tmp_path))).encode(texts)
+    np.testing.assert_allclose(vectors, encode(model, texts, tokenizer), rtol=1e-4, atol=1e-5)
 
 
 def test_a_prompt_can_be_excluded_from_the_mean(saved, pipeline_of):

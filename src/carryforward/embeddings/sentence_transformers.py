@@ -107,7 +107,8 @@ class RecurrentTransformer(InputModule):
         not_empty = mask.any(dim=1, keepdim=True)
         first = torch.arange(mask.shape[1], device=mask.device) == 0  # the model needs at least one token in each row
         mask = torch.where(not_empty, mask, first)
-        out = self.auto_model(input_ids=ids, attention_mask=mask, use_state=self.use_state)
+        state = self.auto_model.fresh_state(len(ids))  # with it, special tokens at both ends are part of a text
+        out = self.auto_model(input_ids=ids, attention_mask=mask, state=state, use_state=self.use_state)
         return {**features, "token_embeddings": out.last_hidden_state * not_empty[..., None]}
 
     def get_embedding_dimension(self) -> int:
