@@ -53,9 +53,10 @@ disjoint windows are no longer borders, and other positions are.)
 Carried keys and values are measured without training, in windows of 384 between which 128 positions are seen. With the
 64 that follow among them, the token at a border is less than half as far from the reference as without a state, and
 nothing is read twice but one window in sixteen. From the left alone the last token gains less, since what it lacks
-comes behind it. Both are worse than an overlap of 32; that keys and values cannot be moved exactly to other learned positions
-may be why, which was not tested. With the state removed, the vectors of every window equal the base model's own: the
-script checks this, and `results.json` has the largest difference. What a *trained* state repairs is not measured here."""
+comes behind it. Both are worse than an overlap of 32. Keys and values cannot be moved exactly to other learned
+positions, which may be why; it was not tested. With the state removed, the vectors of every window equal the base
+model's own: the script checks this, and `results.json` has the largest difference. What a *trained* state repairs is
+not measured here."""
 
 
 def main() -> None:
