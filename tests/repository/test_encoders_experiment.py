@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experiment `encoders`: its measures, what arms read, and each command from data to page on a tiny encoder."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 from helpers import prose, tiny
 from helpers.embedding import TOKENIZER
+from helpers.experiments import experiment
 
 import carryforward as cf
 
@@ -30,18 +28,8 @@ ARMS = {
 @pytest.fixture
 def encoders(monkeypatch, tmp_path):
     """The modules of the experiment, with pages in a temporary folder."""
-    monkeypatch.syspath_prepend(FOLDER.parent)
-    monkeypatch.syspath_prepend(FOLDER)
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    modules = SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    monkeypatch.setattr(modules.pages, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(modules.pages, "HERE", tmp_path)
-    write_page = lambda folder, lines: (folder / "README.md").write_text("\n".join(lines))  # noqa: E731
-    monkeypatch.setattr(modules.pages, "write_page", write_page)
-    yield modules
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with experiment(monkeypatch, FOLDER, MODULES, tmp_path) as modules:
+        yield modules
 
 
 @pytest.fixture
@@ -56,7 +44,7 @@ def run(encoders, monkeypatch, tmp_path, settings, *arguments):
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump({"arms": ARMS, "seed": 0, "batch_size": 4, **settings}))
     command = ["run.py", *map(str, arguments), "--device", "cpu", "--out", str(tmp_path / "results")]
     command += ["--settings", str(tmp_path / "settings.yaml"), "--model", str(tmp_path / "model")]
-    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr("sys.argv", command)
     encoders.run.main()
     results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results").rglob("*.json")}
     return results, (tmp_path / "README.md").read_text()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experiment `memory`: arms are complete, measured once and in pieces, and the page says what is met."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -9,9 +8,9 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from helpers.experiments import experiment
 
 import carryforward as cf
 from carryforward.config import RecurrenceConfig
@@ -30,18 +29,8 @@ SMALL = "retrieval-rewrite-associative-0"
 def memory(monkeypatch, tmp_path):
     """The modules of the experiment, with results and pages in a temporary folder."""
     monkeypatch.setenv("CARRYFORWARD_COMMIT", COMMIT)
-    monkeypatch.syspath_prepend(FOLDER.parent)
-    monkeypatch.syspath_prepend(FOLDER)
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    modules = SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    monkeypatch.setattr(modules.pages, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(modules.pages, "HERE", tmp_path)
-    write_page = lambda folder, lines: (folder / "README.md").write_text("\n".join(lines))  # noqa: E731
-    monkeypatch.setattr(modules.pages, "write_page", write_page)
-    yield modules
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with experiment(monkeypatch, FOLDER, MODULES, tmp_path) as modules:
+        yield modules
 
 
 def options(folder, **others):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.experiments import experiment
 
 import carryforward as cf
 from carryforward.data.documents import Documents
@@ -40,35 +41,26 @@ def documents(*lengths, name="books", max_tokens=40):
 def reach(monkeypatch, tmp_path):
     """The modules of the experiment, with few arms, a tiny model and results in a temporary folder."""
     monkeypatch.setenv("CARRYFORWARD_COMMIT", COMMIT)
-    monkeypatch.syspath_prepend(FOLDER.parent)
-    monkeypatch.syspath_prepend(FOLDER)
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    modules = SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    arms, pages, run = modules.arms, modules.pages, modules.run
-    monkeypatch.setitem(arms.SELECTIONS, "lookup", {"group": 1, "archive": 8})
-    some = (
-        *arms.plain({4: (0, 2), 99: (0,)}), *arms.recent(4, (3, 9), control=3, depths=(9,)),
-        *arms.far(4, ((3, 5),)), *arms.streaming(4, 3),
-    )  # fmt: skip
-    for setting in ("smollm2", "bundled"):
-        monkeypatch.setitem(arms.SETTINGS, setting, arms.Setting("tiny", some[3].name, some[2].name, "all", some))
-    monkeypatch.setattr(pages, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(pages, "HERE", tmp_path)
-    monkeypatch.setattr(pages, "write_page", lambda folder, lines: (folder / "README.md").write_text("\n".join(lines)))
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    modules.bases = []
+    with experiment(monkeypatch, FOLDER, MODULES, tmp_path) as modules:
+        arms, run = modules.arms, modules.run
+        monkeypatch.setitem(arms.SELECTIONS, "lookup", {"group": 1, "archive": 8})
+        some = (
+            *arms.plain({4: (0, 2), 99: (0,)}), *arms.recent(4, (3, 9), control=3, depths=(9,)),
+            *arms.far(4, ((3, 5),)), *arms.streaming(4, 3),
+        )  # fmt: skip
+        for setting in ("smollm2", "bundled"):
+            monkeypatch.setitem(arms.SETTINGS, setting, arms.Setting("tiny", some[3].name, some[2].name, "all", some))
+        monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        modules.bases = []
 
-    def load_base(name, device):
-        modules.bases.append(name)
-        return tiny.base("llama" if "llama" in name else "gpt2")
+        def load_base(name, device):
+            modules.bases.append(name)
+            return tiny.base("llama" if "llama" in name else "gpt2")
 
-    monkeypatch.setattr(run, "load_base", load_base)
-    modules.tokens.save(tmp_path / "tokens.npz", texts())
-    yield modules
-    for name in MODULES:
-        sys.modules.pop(name, None)
+        monkeypatch.setattr(run, "load_base", load_base)
+        modules.tokens.save(tmp_path / "tokens.npz", texts())
+        yield modules
 
 
 def texts():
