@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
@@ -83,7 +84,10 @@ def test_no_link_of_any_page_is_broken(site):
     assert broken == set()
 
 
-def has_place(file, place, found={}):  # noqa: B006  a cache
-    if file not in found:
-        found[file] = set(re.findall(r'(?:id|name)="?([^"\s>]+)', file.read_text()))
-    return place in found[file]
+def has_place(file, place):
+    return place in places(file)
+
+
+@cache
+def places(file):
+    return set(re.findall(r'(?:id|name)="?([^"\s>]+)', file.read_text()))
