@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 from helpers import families, tiny
 from helpers.generation import GREEDY, greedy_continuation
+from helpers.trainers import train_with_hugging_face
 from torch.testing import assert_close
 
 import carryforward as cf
@@ -42,15 +43,8 @@ def assert_reloads(model, folder, rtol=1e-5):
 @pytest.mark.parametrize("name", TYPES)
 def test_hugging_faces_trainer(name, tmp_path):
     model = build(name)
-    rows = [{"input_ids": row, "labels": row} for row in tiny.documents(8, 30)]
-    arguments = hf.TrainingArguments(
-        str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
-        use_cpu=True, save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    trainer = hf.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before
+    before, after = train_with_hugging_face(model, tmp_path / "run")
+    assert after < before
     assert_reloads(model, tmp_path / "model")
 
 

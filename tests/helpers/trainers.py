@@ -3,7 +3,7 @@
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from carryforward.data.documents import Documents
 from carryforward.engine import activation_budget, block_size
@@ -30,6 +30,19 @@ def trainer(out, *, callbacks=(), held_out=HELD_OUT, settings=None, fields=None,
     }  # fmt: skip
     args = RecurrentTrainingArguments(str(out), **{**defaults, **arguments})
     return RecurrentTrainer(model, args, TRAIN, held_out, callbacks=list(callbacks))
+
+
+def train_with_hugging_face(model, folder):
+    """A few steps of transformers' own trainer. Returns the loss before and after them."""
+    rows = [{"input_ids": row, "labels": row} for row in tiny.documents(8, 30)]
+    arguments = TrainingArguments(
+        str(folder), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
+        use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    job = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    before = job.evaluate()["eval_loss"]
+    job.train()
+    return before, job.evaluate()["eval_loss"]
 
 
 def leave_free(job, fitting):

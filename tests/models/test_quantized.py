@@ -10,6 +10,7 @@ from helpers import families, prose, quantized, tiny
 from helpers.commands import fail, succeed
 from helpers.generation import GREEDY, decode, greedy_continuation, logits_of_one_call
 from helpers.quantized import METHODS, load, recurrent
+from helpers.trainers import train_with_hugging_face
 from torch.testing import assert_close
 
 import carryforward as cf
@@ -183,15 +184,8 @@ def test_hugging_faces_trainer_trains_a_memory_alone(folders, tmp_path):
     model = recurrent(load(folders["llama"], "bitsandbytes nf4"))
     model.base.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    rows = [{"input_ids": row, "labels": row} for row in tiny.documents(8, 30)]
-    arguments = hf.TrainingArguments(
-        str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
-        use_cpu=True, save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    trainer = hf.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-    loss = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < loss
+    loss, after = train_with_hugging_face(model, tmp_path / "run")
+    assert after < loss
     changed = {name.partition(".")[0] for name, value in model.state_dict().items() if not value.equal(before[name])}
     assert changed == {"memory"}
     model.eval().save_pretrained(tmp_path / "model")

@@ -8,6 +8,7 @@ used: its unit is done again.
 import json
 import logging
 import uuid
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,6 @@ class Journal:
 
     Attributes:
         out: the folder of the job's output.
-        found: what earlier calls have finished: by name and number of the unit. Of several processes only the first
-            may use it: others may read it later, when there is more.
     """
 
     def __init__(self, out: Path, identity: Any):
@@ -34,7 +33,6 @@ class Journal:
         digest = blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.out = out
         self.folder = out / f".unfinished-{digest}"
-        self.found = self._read()
         self._file: Any = None
 
     def add(self, name: str, number: int, result: Any) -> None:
@@ -57,7 +55,10 @@ class Journal:
         if self.folder.exists():
             delete_folder(self.folder)
 
-    def _read(self) -> dict[tuple[str, int], Any]:
+    @cached_property
+    def found(self) -> dict[tuple[str, int], Any]:
+        """What earlier calls have finished: by name and number of the unit. It is read from the disk once, when it is
+        first used. Of several processes only the first may use it: others may read it later, when there is more."""
         found = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -127,9 +127,9 @@ class RecurrentPreTrainedModel(WindowRunner):
                 "never measured. Call carryforward.measure_position_offsets(model, documents)."
             )
         argument_checks.check_mask(attention_mask, input_ids)
-        framing = argument_checks.find_framing(input_ids, attention_mask, recurrence.prefix, recurrence.suffix)
-        if is_given and not any(state.read):  # a fresh state was given: documents are read as they stand
-            framing = None
+        framing = None
+        if not is_given or any(state.read):  # given a fresh state, documents are read as they stand
+            framing = argument_checks.find_framing(input_ids, attention_mask, recurrence.prefix, recurrence.suffix)
         if framing is not None:
             attention_mask, framing = self._without_framing(input_ids, attention_mask, framing, state, final)
         argument_checks.check_tokens(input_ids, attention_mask, state, final)
