@@ -279,8 +279,7 @@ def length(device: str, report: Report, counts: Sequence[int] | None = None) -> 
         synchronize(device)
 
     counts = counts or all_counts
-    for _ in range(3):  # first blocks and later ones are compiled and captured: both graphs belong to every peak
-        step(counts[1])
+    warm_up(lambda: step(counts[1]), device)  # all graphs belong to every peak
     points = []
     for windows in counts:
         if device == "cuda":
@@ -297,6 +296,18 @@ def length(device: str, report: Report, counts: Sequence[int] | None = None) -> 
             point["peak_bytes"] = torch.cuda.max_memory_allocated() - fixed - point["states_bytes"]
         points.append(point)
     report.add({"row": "length", "shape": shape, "batch": 1, "windows": None, "points": points, "block_windows": BLOCK})
+
+
+def warm_up(step: Callable[[], object], device: str, most: int = 24) -> None:
+    """Repeat a step until it no longer captures graphs: until three steps in a row leave as much memory reserved. At
+    most so many times: a peak that grows later shows in the results."""
+    unchanged, in_use = 0, -1
+    for _ in range(most):
+        step()
+        now = torch.cuda.memory_reserved() if device == "cuda" else 0
+        unchanged, in_use = (unchanged + 1 if now == in_use else 0), now
+        if unchanged == 2:
+            return
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
