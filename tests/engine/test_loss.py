@@ -21,11 +21,12 @@ def loss_of_logits(hidden, layer, targets):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("trained", ["all", "hidden", "weight", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_loss_and_gradients_equal_those_of_whole_logits(rows, bias, trained, dtype, monkeypatch):
+@pytest.mark.parametrize("width", [8, 24])  # fewer and more than there are positions
+def test_loss_and_gradients_equal_those_of_whole_logits(rows, bias, trained, dtype, width, monkeypatch):
     monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", rows * 4 * 37)
     torch.manual_seed(0)
-    layer = torch.nn.Linear(8, 37, bias=bias, dtype=dtype)
-    hidden = torch.randn(3, 5, 8, dtype=dtype, requires_grad=trained in ("all", "hidden"))
+    layer = torch.nn.Linear(width, 37, bias=bias, dtype=dtype)
+    hidden = torch.randn(3, 5, width, dtype=dtype, requires_grad=trained in ("all", "hidden"))
     layer.requires_grad_(trained in ("all", "weight"))
     targets = torch.randint(37, (3, 5))
     targets[0, 2:] = targets[2, 4] = IGNORE
@@ -37,6 +38,15 @@ def test_loss_and_gradients_equal_those_of_whole_logits(rows, bias, trained, dty
     assert len(results[0]) == len(results[1])
     for ours, expected in zip(*results, strict=True):
         assert_close(ours, expected)
+
+
+@pytest.mark.parametrize(("positions", "width"), [(12, 64), (64, 12), (48, 50)])
+def test_the_smaller_of_two_gradients_is_stored(positions, width):
+    vocabulary, sizes = 1000, []
+    layer, hidden = torch.nn.Linear(width, vocabulary), torch.randn(1, positions, width, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        loss_module.projected_nll_sum(hidden, layer, torch.zeros(1, positions, dtype=torch.long))
+    assert max(sizes) == vocabulary * min(positions, width)
 
 
 def test_the_loss_without_targets_is_zero():

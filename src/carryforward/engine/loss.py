@@ -4,8 +4,9 @@
 The chunked loss does without the full logits: vocabulary projection and cross-entropy in one, chunk by chunk.
 
 The gradient of a summed cross-entropy is known as soon as the logits are. It is computed from each chunk of logits
-while the chunk exists, so that neither logits nor their gradient are ever stored whole. That is no more arithmetic than
-the usual way, and less memory. `torch.nn.functional.linear_cross_entropy` is too new to rely on, and the libraries that
+while the chunk exists, so that neither logits nor their gradient are ever stored whole, unless they are fewer numbers
+than the gradient of the vocabulary projection [V, k]: then that is left to the backward pass. That is no more
+arithmetic than the usual way, and less memory. `torch.nn.functional.linear_cross_entropy` is too new to rely on, and the libraries that
 do this (Liger, CCE) need a GPU.
 """
 
@@ -68,8 +69,10 @@ class _ProjectedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(inputs) if needed[0] else None
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
+        factors: tuple[Tensor, ...] = ()
         total = torch.zeros((), dtype=exact, device=device)
         rows = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // (4 * vocabulary))
+        in_backward = needed[1] and len(inputs) < min(inputs.shape[1], rows + 1)
         with torch.autocast(device.type, enabled=False):
             for begin in range(0, len(inputs) or 1, rows):  # an empty input has gradients too: zeros
                 chunk = inputs[begin : begin + rows]
@@ -78,19 +81,26 @@ class _ProjectedLoss(torch.autograd.Function):
                 total += nll
                 if grad_hidden is not None:
                     torch.mm(grad_logits, matrix, out=grad_hidden[begin : begin + rows])
-                if needed[1]:
+                if in_backward:
+                    factors = grad_logits, chunk
+                elif needed[1]:
                     grad_weight = _added(grad_weight, grad_logits.T @ chunk)
                 if offset is not None and needed[2]:
                     grad_bias = _added(grad_bias, grad_logits.sum(dim=0, dtype=exact))
-        ctx.save_for_backward(grad_hidden, *(None if x is None else x[:vocabulary] for x in (grad_weight, grad_bias)))
-        ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
+        ctx.vocabulary, ctx.dtypes = vocabulary, (hidden.dtype, weight.dtype, weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, *factors)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        grad_hidden, grad_weight, grad_bias, *factors = ctx.saved_tensors
+        if factors:
+            grad_logits, inputs = factors
+            grad_weight = grad_logits.T @ inputs
+        of_vocabulary = (None if x is None else x[: ctx.vocabulary] for x in (grad_weight, grad_bias))
         # In float32 at least: in bfloat16 the upstream gradient, such as 1/num_tokens, would be rounded.
-        scaled = [None if x is None else x.to(gradient.dtype) * gradient for x in ctx.saved_tensors]
+        scaled = [None if x is None else x.to(gradient.dtype) * gradient for x in (grad_hidden, *of_vocabulary)]
         gradients = [None if x is None else x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
         return *gradients, None, None, None
 
