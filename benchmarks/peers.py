@@ -110,6 +110,7 @@ def longformer(report: Report, device: str = "cpu") -> None:
             add_recurrence(bert, window=256, prefix=(), suffix=(), documents=measured_on, **fields).eval().to(device)
         )
         model.fast_path = path
+        model.config.initial_memory = {}  # as if trained: untrained vectors are refused
         return model
 
     models = {

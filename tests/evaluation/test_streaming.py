@@ -34,19 +34,21 @@ def pieces(**kwargs):
     return [piece for piece, _ in streamed]
 
 
-@pytest.mark.parametrize("block_windows", [1, 2, 3, 100])
+@pytest.mark.parametrize(("block_windows", "scans"), [(1, False), (1, True), (2, False), (3, False), (100, False),
+                                                     (2, True), (100, True)])  # fmt: skip
 @pytest.mark.parametrize("separate_final", [False, True])
 @pytest.mark.parametrize(("windows_per_call", "batch_size"), [(1, 1), (1, 3), (2, 4), (16, 100)])
-def test_every_token_is_read_once_and_in_order(windows_per_call, batch_size, separate_final, block_windows):
+def test_every_token_is_read_once_and_in_order(windows_per_call, batch_size, separate_final, block_windows, scans):
     tokens = {i: [] for i, length in enumerate(LENGTHS) if length}
     for piece in pieces(windows_per_call=windows_per_call, batch_size=batch_size, separate_final=separate_final,
-                        block_windows=block_windows):  # fmt: skip
+                        block_windows=block_windows, scans=scans):  # fmt: skip
         assert len(piece.documents) <= batch_size
         ends = [LENGTHS[i] == stop for i, (_, stop) in zip(piece.documents, piece.spans, strict=True)]
         assert piece.final == all(ends)
-        if separate_final or block_windows > 1:
+        in_blocks = block_windows > 1 and not scans
+        if separate_final or in_blocks:
             assert len(set(ends)) == 1
-        if block_windows > 1:
+        if in_blocks:
             windows = [-(-max(stop - start - OVERLAP, 1) // STRIDE) for start, stop in piece.spans]
             assert sum(windows) <= block_windows + len(windows), "a window more where a document goes on"
         for i, (start, stop) in zip(piece.documents, piece.spans, strict=True):
@@ -65,6 +67,13 @@ def test_blocks_are_full_until_documents_end():
     spans = [(piece.documents, piece.spans) for piece in pieces(windows_per_call=2, batch_size=9, block_windows=3)]
     assert spans[:5] == [([7], [(0, 21)]), ([7], [(21, 39)]), ([0], [(0, 21)]), ([0], [(21, 39)]),
                          ([7, 0], [(39, 41), (39, 40)])]  # fmt: skip
+
+
+def test_a_block_that_is_scanned_has_windows_of_all_documents():
+    """As many of each as fit: two windows of each of seven documents, then three of each of the four that are left."""
+    first, second, *_ = pieces(windows_per_call=9, batch_size=9, min_length=2, block_windows=14, scans=True)
+    assert (len(first.documents), max(stop for _, stop in first.spans)) == (7, 2 * STRIDE + OVERLAP + 1)
+    assert (len(second.documents), second.spans[0]) == (4, (15, 15 + 3 * STRIDE))
 
 
 def test_a_piece_ends_one_token_after_a_group():

@@ -22,7 +22,7 @@ from carryforward.data.samples import collate, make_sample
 from carryforward.evaluation.flops import flops_per_token
 from carryforward.evaluation.perplexity import Perplexity, perplexity
 from carryforward.evaluation.streaming import Piece, stream_documents
-from carryforward.evaluation.token_losses import loss_by_depth
+from carryforward.evaluation.token_losses import loss_by_depth, token_losses
 from carryforward.memories.kv import KVMemoryConfig
 from carryforward.memories.vector import VectorMemoryConfig
 from carryforward.models.add_recurrence import add_recurrence
@@ -103,9 +103,14 @@ def build(bench: Bench, arm: Arm) -> RecurrentPreTrainedModel:
 
 
 def score_books(model: Any, documents: Documents, overlap: int, use_state: bool) -> list[Perplexity]:
-    """Score each book on its own, so that arms can be compared book by book."""
-    books = (documents[i : i + 1] for i in range(len(documents)))
-    return [perplexity(model, book, overlap=overlap, use_state=use_state) for book in books]
+    """The scores of each book, so that arms can be compared book by book."""
+    rows = max(8192 // model.config.recurrence.window, 1)  # of logits there are no more at a time
+    losses = token_losses(model, documents, overlap=overlap, use_state=use_state, batch_size=min(rows, 8))
+    counts = zip(documents.words, documents.bytes, documents.line_ends, strict=True)
+    return [
+        Perplexity(float(np.nansum(nats)), len(nats) - 1, int(words), int(size), int(ends), 1)
+        for nats, (words, size, ends) in zip(losses, counts, strict=True)
+    ]
 
 
 def ratios(scores: list[Perplexity]) -> dict[str, Any]:

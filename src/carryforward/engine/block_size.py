@@ -97,12 +97,12 @@ def _of_each_row(windows: int, rows: int) -> int:
 
 def _by_size(model: WindowModel, logits: bool) -> int:
     """Windows in a block, from a fixed number of tokens."""
-    return int(block_tokens(model, logits=logits) / (model.config.recurrence.window * _seen_share(model)))
+    return block_tokens(model, logits=logits) // model.config.recurrence.window
 
 
 def _seen_share(model: WindowModel) -> float:
     """How much more a window sees than itself, if a memory reaches further than one window: its keys and values are
-    gathered for each window, and take memory as the window's own do."""
+    gathered for each window, and training keeps them as it keeps the window's own."""
     recurrence = model.config.recurrence
     return 1 + recurrence.extra_positions / recurrence.window if recurrence.needs_history else 1.0
 

@@ -6,8 +6,8 @@ The chunked loss does without the full logits: vocabulary projection and cross-e
 The gradient of a summed cross-entropy is known as soon as the logits are. It is computed from each chunk of logits
 while the chunk exists, so that neither logits nor their gradient are ever stored whole, unless they are fewer numbers
 than the gradient of the vocabulary projection [V, k]: then that is left to the backward pass. That is no more
-arithmetic than the usual way, and less memory. `torch.nn.functional.linear_cross_entropy` is too new to rely on, and the libraries that
-do this (Liger, CCE) need a GPU.
+arithmetic than the usual way, and less memory. `torch.nn.functional.linear_cross_entropy` is too new to rely on, and
+the libraries that do this (Liger, CCE) need a GPU.
 """
 
 import math

@@ -3,7 +3,8 @@
 
 Memory depends on the windows and documents per call, not on the length of the documents. Where windows wait for each
 other, a call reads a few windows of several documents. Where they run side by side, it reads a block of one document,
-or what is left of several.
+or what is left of several. Where they run side by side but for a scan, which takes the windows of a document one after
+the other, a block has windows of as many documents as possible.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ def stream_documents(
     min_length: int = 1,
     separate_final: bool = False,
     block_windows: int = 1,
+    scans: bool = False,
     group: WindowGroup | None = None,
 ) -> Iterator[tuple[Piece, RecurrentOutput]]:
     """Read documents, the longest first, piece by piece.
@@ -60,6 +62,7 @@ def stream_documents(
             with `final` that documents end. By default rows that end and rows that continue share a call. With blocks
             they never do.
         block_windows: windows that run side by side; 1 if they wait for each other.
+        scans: within a block, something takes the windows of a document one after the other.
         group: the groups in which windows see their right neighbours, if they do. A piece ends with a group.
 
     Yields:
@@ -69,18 +72,27 @@ def stream_documents(
         overlap, block_windows = stride, max(block_windows // group.advance, 1) * group.advance
     size = {"stride": stride, "overlap": overlap}
     for documents in group_documents(
-        lengths, batch_size=batch_size, min_length=min_length, block_windows=block_windows, **size
+        lengths, batch_size=batch_size, min_length=min_length, block_windows=block_windows, scans=scans, **size
     ):
-        if block_windows > 1:
+        if block_windows > 1 and not scans:
             yield from _stream_blocks(read, lengths, documents, block_windows=block_windows, **size)
-        else:
-            yield from _stream_batch(
-                read, lengths, documents, windows_per_call=windows_per_call, separate_final=separate_final, **size
-            )
+            continue
+        shared = block_windows if block_windows > 1 else None
+        yield from _stream_batch(
+            read, lengths, documents, windows_per_call=windows_per_call, shared_windows=shared,
+            separate_final=separate_final, **size,
+        )  # fmt: skip
 
 
 def group_documents(
-    lengths: Sequence[int], *, stride: int, overlap: int, batch_size: int, min_length: int = 1, block_windows: int = 1
+    lengths: Sequence[int],
+    *,
+    stride: int,
+    overlap: int,
+    batch_size: int,
+    min_length: int = 1,
+    block_windows: int = 1,
+    scans: bool = False,
 ) -> list[list[int]]:
     """The documents that share calls of `stream_documents`, group by group, with its arguments.
 
@@ -88,7 +100,7 @@ def group_documents(
     processes can divide them.
     """
     batches = batch_by_length(lengths, batch_size, min_length)
-    if block_windows == 1:
+    if block_windows == 1 or scans:
         return batches
     groups: list[list[int]] = []
     for is_new in (False, True):  # ends of long documents have a state, short documents have none
@@ -123,11 +135,17 @@ def _stream_batch(
     stride: int,
     overlap: int,
     windows_per_call: int,
+    shared_windows: int | None,
     separate_final: bool,
 ) -> Iterator[tuple[Piece, RecurrentOutput]]:
-    """Read documents together, a few windows of each in a call."""
+    """Read documents together, a few windows of each in a call: `windows_per_call`, or `shared_windows` in all."""
+
+    def tokens(rows: int) -> int:
+        """New tokens of each document in a call."""
+        return stride * (windows_per_call if shared_windows is None else max(shared_windows // max(rows, 1), 1))
+
     state: State | None = None
-    start, stop = 0, windows_per_call * stride + overlap + 1
+    start, stop = 0, tokens(len(documents)) + overlap + 1
     while documents:
         ending = [row for row, i in enumerate(documents) if lengths[i] <= stop]
         continuing = [row for row, i in enumerate(documents) if lengths[i] > stop]
@@ -138,7 +156,7 @@ def _stream_batch(
                 out = read(piece, _select(state, rows))
                 yield piece, out
         documents, state = [documents[row] for row in continuing], _select(out.state, continuing)
-        start, stop = stop, stop + windows_per_call * stride
+        start, stop = stop, stop + tokens(len(documents))
 
 
 def _stream_blocks(
