@@ -40,6 +40,19 @@ def test_loss_and_gradients_equal_those_of_whole_logits(rows, bias, trained, dty
         assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("width", [8, 24])
+def test_autocast_around_the_backward_pass_changes_nothing(width):
+    torch.manual_seed(0)
+    layer, hidden, targets = torch.nn.Linear(width, 37), torch.randn(3, 5, width), torch.randint(37, (3, 5))
+    gradients = []
+    for enabled in (False, True):
+        loss = loss_module.projected_nll_sum(hidden, layer, targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            gradients.append(torch.autograd.grad(loss, [*layer.parameters()]))
+    for inside, outside in zip(*gradients, strict=True):
+        assert torch.equal(inside, outside)
+
+
 @pytest.mark.parametrize(("positions", "width"), [(12, 64), (64, 12), (48, 50)])
 def test_the_smaller_of_two_gradients_is_stored(positions, width):
     vocabulary, sizes = 1000, []

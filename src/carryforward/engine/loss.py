@@ -97,7 +97,8 @@ class _ProjectedLoss(torch.autograd.Function):
         grad_hidden, grad_weight, grad_bias, *factors = ctx.saved_tensors
         if factors:
             grad_logits, inputs = factors
-            grad_weight = grad_logits.T @ inputs
+            with torch.autocast(inputs.device.type, enabled=False):
+                grad_weight = grad_logits.T @ inputs
         of_vocabulary = (None if x is None else x[: ctx.vocabulary] for x in (grad_weight, grad_bias))
         # In float32 at least: in bfloat16 the upstream gradient, such as 1/num_tokens, would be rounded.
         scaled = [None if x is None else x.to(gradient.dtype) * gradient for x in (grad_hidden, *of_vocabulary)]
