@@ -96,8 +96,9 @@ def _of_each_row(windows: int, rows: int) -> int:
 
 
 def _by_size(model: WindowModel, logits: bool) -> int:
-    """Windows in a block, from a fixed number of tokens."""
-    return block_tokens(model, logits=logits) // model.config.recurrence.window
+    """Windows in a block, from a fixed number of tokens: of those that are seen, where they must fit a CPU's caches."""
+    share = _seen_share(model) if model.device.type == "cpu" else 1.0
+    return int(block_tokens(model, logits=logits) / (model.config.recurrence.window * share))
 
 
 def _seen_share(model: WindowModel) -> float:
