@@ -96,8 +96,9 @@ def _of_each_row(windows: int, rows: int) -> int:
 
 
 def _by_size(model: WindowModel, logits: bool) -> int:
-    """Windows in a block, from a fixed number of tokens: of those that are seen, where they must fit a CPU's caches."""
-    share = _seen_share(model) if model.device.type == "cpu" else 1.0
+    """Windows in a block, from a fixed number of tokens. What windows see counts as well: fully on a CPU, whose caches
+    must hold it, and half on a GPU, where layers take as much memory again for a window's own tokens alone."""
+    share = max(_seen_share(model) / (1 if model.device.type == "cpu" else 2), 1.0)
     return int(block_tokens(model, logits=logits) / (model.config.recurrence.window * share))
 
 
