@@ -168,7 +168,7 @@ class Memories(nn.Module):
     @property
     def position_shift(self) -> int | None:
         """How many positions later the tokens of windows with a state stand; see `Memory.position_shift`."""
-        return next((memory.position_shift for memory in self if memory.position_shift is not None), None)
+        return next((shift for memory in self if (shift := memory.position_shift) is not None), None)
 
     def position_shifts(self, tokens: Sequence[int]) -> list[int] | None:
         """The same for each of some windows; see `Memory.position_shifts`."""

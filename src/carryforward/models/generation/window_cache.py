@@ -104,6 +104,7 @@ class WindowCache(CacheRows):
         self._decode_graph, self._steps = None, 0
         self._signature, self._model = state.signature, state.model
         self._batch, self._window = len(state), model.config.recurrence.window
+        self._architecture = model.config.architecture  # looking it up takes time
         self._state_columns = _state_columns(model)
         device = state.tokens.device
         self._memory = {kind: x.clone() for kind, x in state.memory.items()}  # written in place, for captured steps
@@ -274,7 +275,7 @@ class WindowCache(CacheRows):
     ) -> Tensor:
         """Run the base model on tokens [b, n]; logits of the columns `last`."""
         self._places, positions = places, places.positions
-        architecture, base_config = model.config.architecture, model.config.base_config
+        architecture, base_config = self._architecture, model.config.base_config
         history = model.memory.needs_history
         if self.use_state and not context.layer_inputs:
             model.memory.read_tokens({kind: places.of_rows_in(x) for kind, x in self._memory.items()}, context)
