@@ -135,9 +135,9 @@ class RecurrenceConfig:
         return any(memory.writes_behind for memory in self.memories)
 
     @property
-    def selects(self) -> bool:
-        """Whether a memory selects what it keeps by its contents."""
-        return any(memory.selects for memory in self.memories)
+    def scans(self) -> bool:
+        """Whether a memory selects window by window."""
+        return any(memory.scans for memory in self.memories)
 
     def slot_links(self, block: BlockLayout, rotary: bool, send: Send) -> SlotLinks | None:
         """Where the windows of a block find what they receive, if a memory needs their history."""

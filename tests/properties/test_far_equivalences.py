@@ -13,6 +13,7 @@ from helpers.generation import GREEDY, NO_EOS, WINDOW, decode, logits_of_one_cal
 from torch.testing import assert_close
 
 import carryforward as cf
+from carryforward.engine import block_size
 from carryforward.memories import kv
 from carryforward.memories.kv_history import HistoryKVMemory
 from carryforward.windows import encoder_schedule
@@ -348,8 +349,10 @@ def test_no_prediction_moves_if_a_later_token_changes(name, fields, overlap):
     assert moved.diagonal().min() > 1e-3, "the token itself has an effect"
 
 
+@pytest.mark.parametrize("block_tokens", [1 << 13, 160])  # a small block has few windows of a batch
 @each_memory(CAUSAL)
-def test_evaluation_does_not_depend_on_the_batch(name, fields):
+def test_evaluation_does_not_depend_on_the_batch(name, fields, block_tokens, monkeypatch):
+    monkeypatch.setitem(block_size.BLOCK_TOKENS, "cpu", block_tokens)
     model = carrying(name, fields)
     documents = [tiny.documents(1, length, seed)[0].tolist() for seed, length in enumerate((60, 41, 9, 2, 33))]
     for how in ({}, {"overlap": 0}, {"reset_every": 3}):

@@ -276,7 +276,7 @@ def _read(
     for piece, out in stream_documents(
         read, lengths, stride=stride, overlap=overlap, windows_per_call=windows_per_call, batch_size=batch_size,
         separate_final=True, block_windows=model.block_size.windows(model, 1, use_state=use_state, logits=False),
-        scans=use_state and recurrence.selects, group=recurrence.window_group if use_state else None,
+        scans=use_state and recurrence.scans, group=recurrence.window_group if use_state else None,
     ):  # fmt: skip
         assert out.state is not None
         counts = [b - a for a, b in piece.spans]

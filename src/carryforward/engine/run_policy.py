@@ -48,6 +48,7 @@ def decide(model: WindowModel, *, capturable: bool) -> RunPolicy:
     modules = list(model.modules())
     weights = _unique_weights(modules)
     recurrence = model.config.recurrence
+    selects = any(memory.selects for memory in recurrence.memories)
     grad, keep_graph = torch.is_grad_enabled(), recurrence.keep_graph
     sharded = is_sharded(modules)
     _check_placement(weights, sharded)
@@ -65,7 +66,7 @@ def decide(model: WindowModel, *, capturable: bool) -> RunPolicy:
         weights=weights,
         sharded=sharded,
         keep_graph=keep_graph,
-        capture=capturable and not sharded and not keep_graph and not hooked and not recurrence.selects,
+        capture=capturable and not sharded and not keep_graph and not hooked and not selects,
         training=any(module.training for module in modules),
     )
 

@@ -233,7 +233,7 @@ def _score_documents(
         "batch_size": batch_size,
         "min_length": 2,
         "block_windows": model.block_size.windows(model, 1, use_state=use_state, logits=False),
-        "scans": use_state and model.config.recurrence.selects,
+        "scans": use_state and model.config.recurrence.scans,
     }
     groups = group_documents(lengths, **arguments)
 

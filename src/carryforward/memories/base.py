@@ -157,6 +157,11 @@ class MemoryConfig:
         """Whether what windows receive is selected by its contents: such windows cannot be captured."""
         return False
 
+    @property
+    def scans(self) -> bool:
+        """Whether that goes window by window, although all else in a block runs side by side."""
+        return False
+
     def slot_links(self, block: BlockLayout, rotary: bool, send: "Send") -> "SlotLinks":
         """If it `needs_history`: where the windows of a block find what they receive.
 

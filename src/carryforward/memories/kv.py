@@ -129,6 +129,11 @@ class KVMemoryConfig(MemoryConfig):
         method = self.selection_method
         return method is not None and method.dynamic
 
+    @property
+    def scans(self) -> bool:
+        method = self.selection_method
+        return method is not None and method.scans
+
     def slot_links(self, block: BlockLayout, rotary: bool, send: Send) -> SlotLinks:
         return slot_links(slot_table(block, self.slot_sizes, self.selects), block.width, block.num_first, rotary, send)
 

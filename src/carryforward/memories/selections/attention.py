@@ -19,6 +19,7 @@ class AttentionSelection:
     """See the head of this file."""
 
     dynamic = True
+    scans = True
 
     def choose(self, past: LayerPast) -> Tensor:
         far, slots = past.far.clone(), past.slots.sizes

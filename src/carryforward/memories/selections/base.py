@@ -24,9 +24,11 @@ class Selection(Protocol):
 
     Attributes:
         dynamic: it depends on the contents (`choose`), not on positions alone.
+        scans: what it selects after a window depends on what it selected before.
     """
 
     dynamic: bool
+    scans: bool
 
     def choose(self, past: "LayerPast") -> Tensor:
         """The sources of the far slots of all readers in a layer, [n, 1 or h, F], in the order of positions."""

@@ -23,6 +23,7 @@ class DissimilarSelection:
     """See the head of this file."""
 
     dynamic = True
+    scans = True
 
     def choose(self, past: LayerPast) -> Tensor:
         heads = past.key.shape[1]

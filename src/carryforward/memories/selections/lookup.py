@@ -22,6 +22,7 @@ class LookupSelection:
     """See the head of this file."""
 
     dynamic = True
+    scans = False
 
     def choose(self, past: LayerPast) -> Tensor:
         far, lookups, sizes = past.far.clone(), past.slots.lookups, past.slots.sizes

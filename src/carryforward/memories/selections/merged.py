@@ -16,6 +16,7 @@ class MergedSelection:
     """See the head of this file."""
 
     dynamic = False
+    scans = False
 
     def choose(self, past: LayerPast) -> Tensor:
         raise AssertionError("which positions are averaged does not depend on their contents")
