@@ -39,6 +39,7 @@ class SlotLinks:
         shift: where positions are learned, how many positions later the tokens of each window stand, [P].
         steps, lookups: on the host, what is selected; see `SlotTable`.
         choices: what was selected in each layer. The second pass of training selects the same.
+        sent: arrays of `steps` and `lookups` that are on the device, by their identity.
     """
 
     sizes: SlotSizes
@@ -62,6 +63,7 @@ class SlotLinks:
     steps: Sequence[SelectionStep] = ()
     lookups: Lookups | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)
+    sent: dict[int, Tensor] = field(default_factory=dict)
 
     def places(self, far: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """The sources and targets of sinks, far and newest slots, given the sources of the far ones."""
@@ -81,8 +83,11 @@ class SlotLinks:
         return self.sizes, self.width, self.num_windows, self.nowhere, *self.tensors()
 
     def send(self, values: np.ndarray) -> Tensor:
-        """Numbers of a selection on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.origins.device, non_blocking=True)
+        """Numbers of `steps` or `lookups` on the device: sent once for all layers."""
+        if id(values) not in self.sent:
+            on_host = torch.from_numpy(np.ascontiguousarray(values))
+            self.sent[id(values)] = on_host.to(self.origins.device, non_blocking=True)
+        return self.sent[id(values)]
 
     def detached(self, sources: Tensor, readers: slice) -> Tensor | None:
         """Which sources [n, ..., w] some readers see detached (truncated BPTT)."""
