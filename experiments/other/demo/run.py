@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from harness import command_line, write_page, write_readme_section
 
-from carryforward.cli.demo import scores
+from carryforward.cli.demo_results import conclusion, scores, table
 from carryforward.evaluation import report
 from carryforward.utils.markdown import markdown_table
 
