@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code and the commands of every page of the documentation run, in the order in which they are printed."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -19,7 +20,8 @@ PAGES = [page for page in ALL if page.name not in NOT_YET]
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs(page, monkeypatch, tmp_path):
     for package in doc_pages.packages(page):
-        pytest.importorskip(package, reason=f"make test-all: it installs {package}")
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"make test-all: it installs {package}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CARRYFORWARD_CACHE", str(tmp_path / "cache"))
     blocks, commands = doc_pages.run_page(page)
