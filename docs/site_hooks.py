@@ -4,9 +4,10 @@
 The pages of `docs/` link to experiments, benchmarks and code by paths of the repository, so that the links work where
 people read the repository itself. The site gets these pages and figures too, and the code as pages with line numbers.
 Links are rewritten to where things are on the site. Two pages of reference are made from the package itself: one of all
-commands, one of all public names.
+commands, one of all public names. Notebooks become pages without results.
 """
 
+import json
 import os
 import posixpath
 import re
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # With pages, figures and results:
 FOLDERS = ["experiments", "benchmarks", "pretraining", "examples", "src/carryforward/bundled"]
 FILES = ["CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"]
-SUFFIXES = {".md", ".png", ".svg", ".json", ".yaml", ".txt", ".py"}
+SUFFIXES = {".md", ".png", ".svg", ".json", ".yaml", ".txt", ".py", ".ipynb"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s]+)(?=\))")  # not to a host, nor to a place on the same page
 CODE = re.compile(r"^(```|~~~).*?^\1[^\n]*$", re.DOTALL | re.MULTILINE)
 
@@ -37,6 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         name = path.relative_to(ROOT).as_posix()
         if path.suffix == ".py":
             files.append(File.generated(config, f"{name}.html", content=source_page(name, path.read_text())))
+        elif path.suffix == ".ipynb":
+            files.append(File.generated(config, f"{name}.md", content=notebook_page(path.read_text())))
         elif path.is_file():
             files.append(File.generated(config, name, abs_src_path=str(path)))
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
@@ -70,6 +73,8 @@ def site_link(link: str, here: str, pages) -> str:
     if target.endswith(".py"):
         target = f"{target}.html"
         place = place.replace("L", "line-")
+    elif target.endswith(".ipynb"):
+        target = f"{target}.md"
     elif target not in pages and f"{target}/README.md" in pages:
         target = f"{target}/README.md"
     if target not in pages:
@@ -81,6 +86,15 @@ def source_page(name: str, code: str) -> str:
     """A file of code as a page; its lines have anchors `line-1`, `line-2` ..."""
     formatter = HtmlFormatter(full=True, title=name, linenos="table", lineanchors="line", anchorlinenos=True)
     return highlight(code, PythonLexer(), formatter)
+
+
+def notebook_page(notebook: str) -> str:
+    """A notebook as a page: its texts, and its code in blocks."""
+    parts = []
+    for cell in json.loads(notebook)["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+    return "\n\n".join(parts) + "\n"
 
 
 SECTIONS = {  # of the page of public names, by package

@@ -4,7 +4,7 @@
     python embed_with_ray.py MODEL TEXTS VECTORS
 
 MODEL is a folder or Hub name of a recurrent model or an encoder, TEXTS a folder of Parquet files with a column "text",
-VECTORS the folder to write. Needs `pip install -e ".[ray]"`.
+VECTORS the folder to write. Needs `pip install ".[ray]"`.
 """
 
 import sys

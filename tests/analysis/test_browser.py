@@ -4,6 +4,7 @@
 import os
 import shutil
 import time
+from itertools import pairwise
 
 import pytest
 from helpers.html_reports import MARKUP, random_report
@@ -118,6 +119,33 @@ def test_long_words_and_narrow_screens_do_not_overflow(opened):
         assert browser.execute_script(overflow, "html") <= 0
     finally:
         browser.set_window_size(size["width"], size["height"])
+
+
+LABELS = """
+const range = document.createRange();
+return [...document.querySelectorAll("#scale span")].map((span) => {
+  range.selectNodeContents(span);
+  const box = range.getBoundingClientRect();
+  return [box.left, box.right];
+}).filter(([left, right]) => right > left)
+"""
+
+
+@pytest.mark.parametrize("width", [420, 360, 700, 1400])
+def test_labels_of_the_colour_scale_do_not_overlap(opened, width):
+    browser, *_ = opened
+    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        labels = browser.execute_script(LABELS)
+        assert len(labels) >= 7
+        assert all(right <= left for (_, right), (left, _) in pairwise(labels))
+        assert all(left >= 0 and right <= width for left, right in labels)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        link = "const link = document.querySelector('.to-text'); return link.getBoundingClientRect().width > 0"
+        assert browser.execute_script(link) == (width < 1080), "figures stand before the text: a link leads past them"
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_only_windows_near_the_viewport_have_token_elements(opened):

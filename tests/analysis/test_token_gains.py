@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gains of tokens, compared with transformers' own attention weights and logits, and with sums computed by hand."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -16,7 +17,15 @@ from transformers import PreTrainedTokenizerFast
 
 import carryforward as cf
 from carryforward.analysis import word_classes
-from carryforward.analysis.token_gains import by_kind, by_position, by_token, by_window, draw, measure_token_gains
+from carryforward.analysis.token_gains import (
+    by_kind,
+    by_position,
+    by_token,
+    by_window,
+    corrected,
+    draw,
+    measure_token_gains,
+)
 from carryforward.backbones import attention, hooks
 from carryforward.data.tokenization import Encoder
 from carryforward.engine.window_model import WindowInputs
@@ -145,6 +154,23 @@ def test_the_most_probable_tokens_are_those_of_the_logits():
         best = logits.log_softmax(-1).topk(3)
         np.testing.assert_array_equal(side.top_ids[1:], best.indices)
         np.testing.assert_allclose(side.top_log_probs[1:], best.values.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_corrected_words_are_predicted_with_the_state_only():
+    tokens = measure_token_gains(tiny.recurrent("gpt2", overlap=0, recent=4), IDS, top=1)
+    with_state, without = tokens.with_state.top_ids[:, 0], tokens.without.top_ids[:, 0]
+    # a random model is hardly ever right: let most of the text be what it predicts, and words have two tokens
+    text = np.where(np.arange(len(IDS)) % 5, with_state, without)
+    tokens = dataclasses.replace(tokens, ids=text)
+    classes = word_classes.classify(["".join(" a" if i % 2 == 0 else "b") for i in range(len(IDS))], tokens.windows)
+    words = [[i for i in (start, start + 1) if i < len(IDS)] for start in range(0, len(IDS), 2)]
+    expected = [
+        word
+        for word in words
+        if tokens.window[word[0]] and (text == with_state)[word].all() and (text != without)[word].any()
+    ]
+    assert 2 < len(expected) < len(words) - 4
+    assert corrected(tokens, classes) == sorted(expected, key=lambda word: -tokens.gain[word].sum())
 
 
 def test_layer_weights_where_layers_are_mixed():

@@ -8,6 +8,8 @@ import pytest
 from helpers.cli_runner import invoke
 from typer.main import get_command
 
+from carryforward.cli.demo import OVERLAPS
+from carryforward.cli.demo_results import conclusion, scores
 from carryforward.cli.main import app
 from carryforward.cli.options import repeat_flags
 from carryforward.data import python_docs
@@ -19,24 +21,47 @@ def shown(tmp_path_factory):
     return out, invoke("demo", "--short", "--out", out, "--seed", "1")
 
 
-def test_the_demo_shows_a_table_a_figure_and_a_text(shown):
+def test_the_demo_shows_gains_a_text_a_table_and_a_figure(shown):
     out, result = shown
     assert result.exit_code == 0, result.stderr
-    for overlap in ("0", "5", "10", "30", "50"):
-        assert result.stdout.count(f"| {overlap} |") + result.stdout.count(f"| {overlap}\\* |") == 2
-    assert "state removed" in result.stdout
-    told = re.search(r"the state (lowers|does not lower) .*: ([\d,.]+) without .*, ([\d,.]+) with", result.stdout)
-    plain, recurrent = (float(told[i].replace(",", "")) for i in (2, 3))
-    assert (told[1] == "lowers") is (recurrent < plain)
+    first, rest = result.stdout.split("Predictions that became right")
+    perplexities = [
+        float(line.split("|")[3]) for line in first.splitlines() if line.startswith(("| windows", "| with "))
+    ]
+    change = float(re.search(r"Token perplexity ([+-][\d.]+) %", first)[1])
+    assert perplexities[1] < perplexities[0], "keys and values help without training"
+    assert change == pytest.approx(100 * (perplexities[1] / perplexities[0] - 1), abs=0.2)
+    assert re.search(r"\[\w+\]   without: \w", rest), "a word in brackets, and what was predicted without a state"
+    rows = re.findall(r"^\| (plain|keys and values carried|the same, state removed) \| (\d+) \|", rest, re.MULTILINE)
+    carried = [("keys and values carried", "0"), ("the same, state removed", "0")]
+    assert rows == [*(("plain", str(overlap)) for overlap in OVERLAPS), *carried]
     assert list((out / "results").glob("*.png"))
-    assert "carryforward train" in result.stderr
+    commands = re.findall(r"^  carryforward (\w+)", result.stderr, re.MULTILINE)
+    assert commands == ["inspect", "generate", "add", "evaluate", "train", "evaluate"]
+
+
+def test_the_conclusion_says_what_the_table_does():
+    def result(recurrent, *rows):
+        keys = ("overlap", "use_state", "bits_per_byte", "base")
+        rows = [dict(zip(keys, row, strict=True)) for row in rows]
+        for row in rows:
+            row |= {"flops": {"base": row.pop("base"), "recurrence": 0.0}, "token_perplexity": None}
+        return {"model": {"recurrent": recurrent}, "rows": rows}
+
+    plain = result(False, (0, True, 2.0, 10.0), (10, True, 1.9, 12.0), (30, True, 1.7, 20.0))
+    carried = result(True, (0, False, 2.1, 10.0), (0, True, 1.8, 10.0))
+    assert scores([plain, carried]) == {"plain": 2.0, "recurrent": 1.8, "removed": 2.1}
+    assert "by -10.0 %" in conclusion([plain, carried])
+    assert "overlap of 10 of 64 tokens, for 0.83 of its FLOPs" in conclusion([plain, carried])
+    worse = result(True, (0, True, 2.2, 10.0))
+    assert conclusion([plain, worse]) == "Carried keys and values change bits per byte by +10.0 %."
 
 
 def test_the_demo_trains_both_on_the_same_tokens(shown):
     out, _ = shown
     plain, recurrent = (json.loads((out / name / "run.json").read_text()) for name in ("plain", "recurrent"))
     differing = {name for name in plain["settings"] if plain["settings"][name] != recurrent["settings"][name]}
-    assert differing == {"recurrence", "slots", "insert_at", "pooled_layers", "residual"}  # of the state alone
+    assert differing == {"recurrence"}, "what is carried is the recommended memory"
     assert plain["tokens"] == recurrent["tokens"]
     assert plain["circumstances"]["data"] == recurrent["circumstances"]["data"]
 

@@ -171,6 +171,14 @@ def test_figure(tmp_path):
     assert "state removed" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
+def test_a_figure_of_another_measure(tmp_path):
+    pytest.importorskip("matplotlib")
+    (axes,) = report.figure([PLAIN, RECURRENT], tmp_path / "figure.png", "bits_per_byte").axes
+    assert axes.get_ylabel() == "bits per byte"
+    (plain,) = [line for line in axes.lines if line.get_label() == "gpt2"]
+    assert list(plain.get_ydata()) == [row["bits_per_byte"] for row in PLAIN["rows"]]
+
+
 def test_labels_do_not_cover_each_other(tmp_path):
     """In a figure of the paper's table 2, whose first points are close together."""
     pytest.importorskip("matplotlib")

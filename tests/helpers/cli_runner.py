@@ -8,6 +8,6 @@ from carryforward.cli.main import app
 from carryforward.cli.options import repeat_flags
 
 
-def invoke(*arguments):
+def invoke(*arguments, stdin=None):
     """The command line, in this process."""
-    return CliRunner().invoke(app, repeat_flags(list(map(str, arguments)), get_command(app)))
+    return CliRunner().invoke(app, repeat_flags(list(map(str, arguments)), get_command(app)), input=stdin)

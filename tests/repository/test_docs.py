@@ -2,8 +2,10 @@
 """The documentation refers to code, commands and options that exist, its examples run, and packages stay in order."""
 
 import ast
+import contextlib
 import importlib
 import importlib.util
+import io
 import re
 import shlex
 import subprocess
@@ -11,19 +13,26 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers as hf
 import typer
-from helpers import prose
+from helpers.cli_runner import invoke
 
 import carryforward as cf
 from carryforward.cli.main import app
-from carryforward.models.model_files import load_tokenizer
+from carryforward.utils import install
+from carryforward.utils.install import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("anchors", ROOT / "docs" / "anchors.py")
-anchors = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(anchors)
+
+
+def script(path):
+    """A script of the repository, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+anchors, install_commands = script(ROOT / "docs" / "anchors.py"), script(ROOT / "docs" / "install_commands.py")
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ALL_PAGES = [ROOT / "README.md", *PAGES]
@@ -183,26 +192,61 @@ for name in {names}:
     assert process.returncode == 0, process.stderr[-2000:]
 
 
-# --- the README's example --------------------------------------------------------------------------------------------
+# --- the README ------------------------------------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text()
 
 
-def test_the_readmes_example_runs(monkeypatch, tmp_path):
-    """As printed. A folder `gpt2` with a tiny model and its tokenizer takes the place of the Hub's."""
-    (code,) = code_blocks((ROOT / "README.md").read_text(), "python")
-    config = hf.GPT2Config(vocab_size=prose.VOCABULARY, n_positions=512, n_embd=16, n_layer=2, n_head=2)
-    hf.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    prose.tokenizer().save_pretrained(tmp_path / "gpt2")
+def test_the_readmes_example_runs_and_the_next_command_reads_what_it_saves(monkeypatch, tmp_path):
+    """As printed, but for the number of tokens that are generated."""
+    (code,) = code_blocks(README, "python")
+    (command,) = re.findall(r"^carryforward (generate my-model .+) --max-new-tokens", README, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CARRYFORWARD_CACHE", str(tmp_path / "cache"))
-    ids = torch.randint(prose.VOCABULARY, (2, 700))
-    names = {"input_ids": ids, "mask": torch.ones_like(ids), "next_ids": ids[:, :50]}
-    exec(code, names)
-    assert isinstance(names["model"], cf.RecurrentForCausalLM)
-    assert names["more"].n_scored == 100
-    memories = {name: names[name].config.recurrence.memories for name in ("model", "small", "paper")}
-    assert memories == {
-        "model": (cf.KVMemoryConfig(recent=146, sinks=4),),
-        "small": (cf.KVMemoryConfig(recent=64, sinks=4),),
-        "paper": (cf.VectorMemoryConfig(),),
-    }
-    assert len(load_tokenizer("my-model")) == prose.VOCABULARY, "the commands can read it"
+    names, printed = {}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    alone, carried = map(float, re.search(r"perplexity ([\d.]+) .*, ([\d.]+) with what", printed.getvalue()).groups())
+    assert carried < alone
+    assert names["model"].config.recurrence.memories == (cf.KVMemoryConfig(recent=28, sinks=4),), "what is recommended"
+    generated = invoke(*shlex.split(command), "--max-new-tokens", "5")
+    assert generated.exit_code == 0, generated.stderr
+    assert "5 tokens" in generated.stderr
+
+
+def test_the_readmes_tables_are_those_of_the_results(monkeypatch):
+    """Sections that scripts write are as the scripts would write them from the JSON that is there."""
+    monkeypatch.syspath_prepend(ROOT / "experiments" / "other")
+    written = {}
+    for name in re.findall(r"<!-- end of ([\w-]+) -->", README):
+        module = script(ROOT / "experiments" / "other" / name / "run.py")
+        monkeypatch.setattr(module, "write_readme_section", lambda folder, text: written.update({folder.name: text}))
+        monkeypatch.setattr(module, "write_page", lambda folder, lines: None, raising=False)
+        if hasattr(module, "report"):
+            monkeypatch.setattr(module.report, "figure", lambda *arguments: None)
+        (module.write_pages if hasattr(module, "write_pages") else module.main)()
+    assert sorted(written) == ["demo", "overview"]
+    for name, text in written.items():
+        assert f"-->\n\n{text}\n<!-- end of {name} -->" in README, f"run experiments/other/{name}/run.py"
+
+
+def test_the_first_numbers_are_not_perplexities_of_words():
+    assert not re.search(r"word perplexity", README[: README.index("## The paper")])
+
+
+# --- how to install --------------------------------------------------------------------------------------------------
+
+
+def test_the_documentation_installs_as_the_package_says():
+    texts = {page.name: page.read_text() for page in install_commands.pages()}
+    stale = [name for name, text in texts.items() if install_commands.refreshed(text) != text]
+    assert stale == [], "run `python docs/install_commands.py`"
+    assert install_command() in README
+    assert install_command("topics", "figures") in texts["seeing.md"]
+
+
+def test_a_release_changes_all_forms(monkeypatch):
+    monkeypatch.setattr(install, "SOURCE", "carryforward")
+    text = 'pip install . and `pip install -e ".[hub]"` and pip install "lm-eval[hf]>=0.4.13"'
+    expected = 'pip install carryforward and `pip install "carryforward[hub]"` and pip install "lm-eval[hf]>=0.4.13"'
+    assert install_commands.refreshed(text) == install_commands.refreshed(expected) == expected

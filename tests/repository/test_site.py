@@ -2,6 +2,7 @@
 """The documentation site: it builds without a warning, has all names and commands, and its links lead somewhere."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -20,7 +21,8 @@ spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "sit
 site_hooks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(site_hooks)
 
-PAGES = {"usage.md", "index.md", "experiments/README.md", "src/carryforward/windows.py.html", "LICENSE"}
+PAGES = {"usage.md", "index.md", "experiments/README.md", "src/carryforward/windows.py.html", "LICENSE",
+         "examples/notebooks/a.ipynb.md"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,7 @@ PAGES = {"usage.md", "index.md", "experiments/README.md", "src/carryforward/wind
         ("reference/python.md", "../usage.md", "../usage.md"),
         ("experiments/LOG.md", "../docs/usage.md", "../usage.md"),
         ("experiments/LOG.md", "../LICENSE", "../LICENSE"),
+        ("index.md", "../examples/notebooks/a.ipynb", "examples/notebooks/a.ipynb.md"),
         ("design.md", "nothing.md", "nothing.md"),  # mkdocs then ends the build
     ],
 )
@@ -44,6 +47,11 @@ def test_links_lead_to_the_places_on_the_site(here, link, expected):
 def test_code_and_other_hosts_are_left_alone():
     text = "[a](https://example.org/usage.md) [b](#here)"
     assert site_hooks.rewrite_links(text, "design.md", PAGES) == text
+
+
+def test_a_notebook_becomes_a_page():
+    cells = [{"cell_type": "markdown", "source": ["# A\n", "b"]}, {"cell_type": "code", "source": ["x = 1\n", "x"]}]
+    assert site_hooks.notebook_page(json.dumps({"cells": cells})) == "# A\nb\n\n```python\nx = 1\nx\n```\n"
 
 
 @pytest.fixture(scope="module")

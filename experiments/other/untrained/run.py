@@ -2,7 +2,7 @@
 """How well do models read when keys and values are carried across windows, without any training?
 
     python run.py smollm2 path/to/smollm2-135m path/to/books   # writes results/smollm2/*.json, then the page
-    python run.py --tables-only                                # writes README.md here and a section of the main README
+    python run.py --tables-only                                # writes README.md
 
 The plain model at several overlaps, beside recurrent models without overlap that carry the keys and values of some of
 the newest positions. Windows of 300 tokens, on the first 15,000 tokens of each validation document.
@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from harness import command_line, paragraph, write_page, write_readme_section
+from harness import command_line, paragraph, write_page
 
 from carryforward.backbones.architectures import architecture_of
 from carryforward.cli.add import add_to_folder
@@ -27,12 +27,10 @@ from carryforward.evaluation.evaluate import evaluate
 from carryforward.models.model_files import load_config
 from carryforward.settings.commands import EvaluateSettings
 from carryforward.settings.recurrence import RecurrentSettings
-from carryforward.utils.markdown import markdown_table
 
 HERE = Path(__file__).parent
 WINDOW, TOKENS = 300, 15_000
 OVERLAPS = (0, 50, 100, 200)
-SHOWN = (0, 50, 200)  # in the main README
 CARRIED = ((28, 4), (60, 4), (146, 4), (208, 4), (296, 4), (150, 0))  # newest positions, attention sinks
 WORK = Path("untrained-models")
 NAMES = {"bundled": "the bundled model, learned positions", "smollm2": "SmolLM2-135M, rotary positions"}
@@ -85,23 +83,6 @@ def write_pages() -> None:
             lines += ["", f"## {name[0].upper()}{name[1:]}", "", report.markdown(report.load(folder)).strip()]
     lines += ["", "How far back the state helps, and how it does in long documents: [horizon](../horizon/README.md)."]
     write_page(HERE, lines)
-    write_readme_section(HERE, readme_section() + "\n")
-
-
-def readme_section() -> str:
-    """For the main README: the gain of half a window of keys and values, beside overlaps."""
-    head = ["word perplexity, windows of 300", "plain", "overlap 50", "overlap 200", "150 positions carried"]
-    lines = []
-    for setting, name in NAMES.items():
-        results = {result["model"]["name"]: result for result in report.load(HERE / "results" / setting)}
-        rows = {row["overlap"]: row for row in results["plain"]["rows"]}
-        (carried,) = [row for row in results["kv 146 + 4"]["rows"] if row["use_state"]]
-        perplexities = [f"{rows[overlap]['word_perplexity']:.1f}" for overlap in SHOWN]
-        lines.append([name, *perplexities, f"{carried['word_perplexity']:.1f}"])
-        flops = [row["flops"]["base"] + row["flops"]["recurrence"] for row in (*(rows[o] for o in SHOWN), carried)]
-        lines.append(["its FLOPs", *(f"{cost / flops[0]:.2f}" for cost in flops)])
-    books = "On 50 [validation books](experiments/other/untrained/README.md), without training"
-    return f"{markdown_table(head, lines)}\n\n{books}; SmolLM2-135M-Instruct, from 4-bit weights."
 
 
 if __name__ == "__main__":

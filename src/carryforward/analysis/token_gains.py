@@ -6,6 +6,7 @@
     tokens.attention  # [layers, heads]
     summary(tokens), by_position(tokens), by_window(tokens)  # rows for a DataFrame
     by_kind(tokens, classes), by_token(tokens, classes)  # with `classes = word_classes.classify(...)`
+    corrected(tokens, classes)  # words that are predicted with the state only
     draw(tokens).savefig("gains.png")
 
 The *gain* of a token is its log-probability with the state minus that with the state removed, in nats.
@@ -15,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -249,6 +251,23 @@ def by_token(tokens: TokenGains, classes: WordClasses) -> list[Row]:
         first_tokens = [i for i in indices if classes.kinds[i] != INSIDE] or indices
         rows.append({"word": spelling, "places": first_tokens, "times": len(first_tokens), **_sums(gain[indices])})
     return sorted(rows, key=lambda row: (-row["total"], row["word"]))
+
+
+def corrected(tokens: TokenGains, classes: WordClasses) -> list[list[int]]:
+    """Words each of whose tokens is the most probable one with the state, but not without it; the largest gain first.
+
+    Returns:
+        The indices of each word's tokens.
+    """
+    with_state, without = (side.top_ids[:, 0] == tokens.ids for side in (tokens.with_state, tokens.without))
+    starts = np.flatnonzero(classes.kinds != INSIDE).tolist()
+    words = [range(start, stop) for start, stop in pairwise([*starts, len(tokens.ids)])]
+    found = [
+        [*word]
+        for word in words
+        if classes.words[word[0]] and tokens.stateful[word[0]] and with_state[word].all() and not without[word].all()
+    ]
+    return sorted(found, key=lambda word: -float(tokens.gain[word].sum()))
 
 
 def draw(tokens: TokenGains) -> Any:

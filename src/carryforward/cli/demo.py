@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`carryforward demo`: train, compare and generate with a pretrained model, in minutes on two CPU cores.
+"""`carryforward demo`: what carried keys and values do to a small model, untrained and trained, in minutes on two CPU
+cores.
 
-Only the settings are special: the demo trains, evaluates and generates as the other commands do. They were chosen on
-the validation split of `python-docs`, never on the documents that the table reports.
+Only the settings are special: the demo adds, generates, trains and evaluates as the other commands do. What is carried
+is the recommended memory with its defaults. Learning rate and steps were chosen on the validation split of
+`python-docs`, never on the documents that the table reports.
 """
 
 import shutil
@@ -14,12 +16,14 @@ from typing import Annotated, Any
 import typer
 
 from ..settings.commands import EvaluateSettings, GenerateSettings, TrainSettings
-from ..settings.recurrence import BUNDLED, PYTHON_DOCS
+from ..settings.recurrence import BUNDLED, PYTHON_DOCS, RecurrentSettings
+from .demo_results import conclusion, corrected_lines, gain_lines, table
 from .errors import user_errors
 from .generate import stream
 from .options import check_folder
 
-OVERLAPS = (0, 5, 10, 30, 50)
+WINDOW = 64
+OVERLAPS = (0, 10, 30, 50)
 _MIN_WORDS, _ENOUGH_WORDS = 2_000, 30_000  # of the user's text
 
 
@@ -34,7 +38,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, metavar="<int>", help="Random seed.")] = 0,
     short: Annotated[bool, typer.Option("--short", help="Only a few steps, to test the installation.")] = False,
 ) -> None:
-    """Fine-tune a small model with and without recurrence, compare the two, and generate text. Takes minutes."""
+    """Read a text with and without what is carried, generate past the limit, train and compare. Takes minutes."""
     with user_errors(out):
         check_folder(out)
         run_demo(out, text or (), seed=seed, short=short, show=stream)
@@ -42,119 +46,121 @@ def demo(
 
 @dataclass(frozen=True)
 class Effort:
-    """Tokens to train on, tokens to score of each held-out document, tokens to generate."""
+    """Tokens to read first, to generate, to train on, and to score of each held-out document."""
 
+    read: int
+    generate: int
     train: int
     score: int
-    generate: int
 
 
-FULL, SHORT = Effort(120_000, 1_500, 600), Effort(5_000, 100, 40)
+FULL, SHORT = Effort(1_500, 600, 120_000, 1_500), Effort(800, 40, 5_000, 100)
 
 
 def run_demo(
     out: Path, files: Sequence[Path] = (), *, seed: int = 0, short: bool = False, show: Callable[[str], Any]
 ) -> None:
-    """Fine-tune the bundled model with and without recurrence, compare the two, and generate with the recurrent one.
+    """Read and generate with the bundled model and what is carried, untrained; then train it plain and recurrent.
 
     Args:
         out: a new folder, or the folder of an earlier demo, which is replaced.
         files: the user's text; Python's documentation by default.
         show: receives the results, piece by piece.
     """
-    from ..evaluation import report
-    from ..evaluation.evaluate import evaluate
-    from ..training.train import train
     from ..utils.console import note
-    from . import text_generation
 
     _settings(PYTHON_DOCS, SHORT, seed, recurrence=True)  # refuses a wrong seed before anything is deleted
     contents = _read(files)
     _clear(out)
     effort = SHORT if short else FULL
     data = _own_text(contents, out / "text") if files else PYTHON_DOCS
-    held_out = "the last fifth, which" if 0 < len(files) < 5 else "documents that"
+    held_out = "the last fifth" if 0 < len(files) < 5 else "documents"
     note(
-        f"A small language model, pretrained on 1250 old books, is fine-tuned on {_named(files)}. Twice, on the same "
-        "text:\nplain, in windows of 64 tokens, and with a state carried from each window to the next.\n"
-        f"Then both are scored on {held_out} they have not seen, and the recurrent one generates text."
+        f"A small language model, pretrained on 1250 old books, reads {_named(files)} in windows of {WINDOW} tokens.\n"
+        f"Each window also sees keys and values that were carried from the windows before it.\n\n"
+        "1. The model as it is, without training, with what is carried and without it."
     )
-    plain, recurrent = str(out / "plain"), str(out / "recurrent")
-    note("\n1. Train the plain model.")
-    train(_settings(data, effort, seed, recurrence=False), Path(plain))
-    note("\n2. Train the recurrent model.")
-    train(_settings(data, effort, seed, recurrence=True), Path(recurrent))
-    note(f"\n3. Score both on {held_out} they have not seen, at several overlaps of the windows.")
-    settings = EvaluateSettings(data, "test", overlap=OVERLAPS, max_document_tokens=effort.score, batch_size=32)
-    results = [evaluate(name, settings, seed=seed) for name in (plain, recurrent)]
-    report.save(results, out / "results")
-    show(f"\n{report.markdown(results)}\n{_conclusion(results)}\n")
-
-    prompt = _beginning(data)
-    note("\n4. The recurrent model continues a document, beyond the 512 positions of the plain one.")
-    show(f"\n{prompt}")
-    record = text_generation.generate(recurrent, prompt, GenerateSettings(effort.generate, seed=seed), show=show)
-    show("\n")
-    text_generation.print_summary(record)
+    text = max(_held_out(data), key=len)
+    _read_untrained(out / "untrained", data, text, effort, show)
+    note("\n2. It generates a text beyond the 512 positions at which the plain model ends.")
+    _generate(out / "untrained", text[:600].rsplit(None, 1)[0], effort, seed, show)
+    note(f"\n3. Both are trained on {_named(files)}, and scored on {held_out} they have not seen.")
+    _train_and_compare(out, data, effort, seed, show)
     note(_next_steps(out))
 
 
+def _read_untrained(folder: Path, data: str, text: str, effort: Effort, show: Callable[[str], Any]) -> None:
+    """Add recurrence without training, and show what it changes on a text."""
+    from ..analysis.token_gains import measure_token_gains
+    from ..data.tokenization import Encoder
+    from ..models.loading import load_causal
+    from .add import add_to_folder
+
+    add_to_folder(BUNDLED, folder, RecurrentSettings(window=WINDOW), data=data)
+    loaded: Any = load_causal(str(folder))
+    encoder = Encoder(loaded.tokenizer, effort.read)
+    ids, pieces = encoder.encode_pieces(text)
+    tokens = measure_token_gains(loaded.model, ids, top=1)
+    alternatives = encoder.token_strings(tokens.without.top_ids[:, 0].tolist())
+    show(f"\n{gain_lines(tokens, pieces)}\n{corrected_lines(tokens, pieces, alternatives)}")
+
+
+def _generate(model: Path, prompt: str, effort: Effort, seed: int, show: Callable[[str], Any]) -> None:
+    from . import text_generation
+
+    show(f"\n{prompt}")
+    record = text_generation.generate(str(model), prompt, GenerateSettings(effort.generate, seed=seed), show=show)
+    show("\n")
+    text_generation.print_summary(record)
+
+
+def _train_and_compare(out: Path, data: str, effort: Effort, seed: int, show: Callable[[str], Any]) -> None:
+    from ..evaluation import report
+    from ..evaluation.evaluate import evaluate
+    from ..training.train import train
+    from ..utils.console import note
+
+    results = []
+    for name, overlaps in (("plain", OVERLAPS), ("recurrent", (0,))):
+        note(f"\nTraining the {name} model, then scoring it.")
+        train(_settings(data, effort, seed, recurrence=name == "recurrent"), out / name)
+        scoring = EvaluateSettings(data, "test", overlap=overlaps, max_document_tokens=effort.score, batch_size=32)
+        results.append(evaluate(str(out / name), scoring, seed=seed))
+    report.save(results, out / "results", measure="bits_per_byte")
+    show(f"\n{table(results)}\n\n{conclusion(results)}\n")
+
+
 def _settings(data: str, effort: Effort, seed: int, recurrence: bool) -> TrainSettings:
-    """Settings that learn within a minute, which the paper's single vector does not.
-
-    The last layer can use states of its own kind without training: outputs of the layer below it for the previous
-    window, pooled into as many vectors as there are positions to pool at the largest overlap.
-    """
-    memory: dict[str, Any] = {"slots": 14, "insert_at": ("7",), "pooled_layers": "below", "residual": True}
+    """Settings that learn within a minute."""
     return TrainSettings(
-        model=BUNDLED, data=data, validation=False, recurrence=recurrence, window=64, preset="paper",
-        **(memory if recurrence else {}), windows_per_sample=8, batch_size=8,
-        learning_rate=(1e-3,), recurrence_learning_rate=(1e-3,), warmup_steps=5, train_tokens=effort.train, seed=seed,
+        model=BUNDLED, data=data, validation=False, recurrence=recurrence, window=WINDOW, windows_per_sample=8,
+        batch_size=8, learning_rate=(1e-3,), recurrence_learning_rate=(1e-3,), warmup_steps=5,
+        train_tokens=effort.train, seed=seed,
     )  # fmt: skip
-
-
-def scores(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Word perplexity at overlap 0 of the plain model, the recurrent one, and that with its state removed."""
-    perplexities = {}
-    for result in results:
-        for row in result["rows"]:
-            if row["overlap"] == 0:
-                kind = "plain" if not result["model"]["recurrent"] else "recurrent" if row["use_state"] else "removed"
-                perplexities[kind] = row["word_perplexity"]
-    return perplexities
-
-
-def _conclusion(results: Sequence[dict[str, Any]]) -> str:
-    perplexities = scores(results)
-    lowers = "lowers" if perplexities["recurrent"] < perplexities["plain"] else "does not lower"
-    change = 100 * (perplexities["recurrent"] / perplexities["plain"] - 1)
-    plain, recurrent, removed = (f"{perplexities[kind]:,.1f}" for kind in ("plain", "recurrent", "removed"))
-    return (
-        f"At overlap 0 the state {lowers} word perplexity: {plain} without recurrence, {recurrent} with it "
-        f"({change:+.1f} %), {removed} when the state is removed."
-    )
 
 
 def _named(files: Sequence[Path]) -> str:
     return "Python's documentation" if not files else ", ".join(file.name for file in files)
 
 
-def _beginning(data: str) -> str:
-    """The first sentences of the longest held-out document."""
+def _held_out(data: str) -> list[str]:
+    """The texts of the held-out documents."""
     from ..data.corpora import open_corpus
 
-    text = max(open_corpus(data, "test"), key=lambda text: len(text.text)).text
-    return text[:600].rsplit(None, 1)[0]
+    return [document.text for document in open_corpus(data, "test")]
 
 
 def _next_steps(out: Path) -> str:
     return (
-        f"\n{out} holds the two models, and results/ with the table, a figure and the JSON behind them.\n"
-        "With your own model and text:\n"
-        f"  carryforward demo --text FILE...\n"
+        f"\n{out} holds the three models, and results/ with a figure and the JSON behind the table.\n"
+        "See what the carried keys and values do to a text, or let the untrained model go on:\n"
+        f"  carryforward inspect {out / 'untrained'} --text FILE --out report.html\n"
+        f"  carryforward generate {out / 'untrained'} --prompt TEXT --max-new-tokens 10000\n"
+        "With your own model and text, untrained and trained (keys and values of half a window are carried):\n"
+        "  carryforward add gpt2 --data FOLDER --out gpt2-recurrent\n"
+        "  carryforward evaluate gpt2-recurrent --data FOLDER --split validation\n"
         "  carryforward train --model gpt2 --data FOLDER --out runs/recurrent\n"
-        "  carryforward evaluate runs/recurrent --data FOLDER --overlap 0 10 50 --out results\n"
-        f"  carryforward generate {out / 'recurrent'} --prompt TEXT --max-new-tokens 10000"
+        "  carryforward evaluate runs/recurrent --data FOLDER --split validation"
     )
 
 
@@ -163,7 +169,7 @@ def _next_steps(out: Path) -> str:
 
 def _clear(out: Path) -> None:
     """Delete an earlier demo's results; refuse a folder with anything else in it."""
-    parts = [out / name for name in ("plain", "recurrent", "results", "text")]
+    parts = [out / name for name in ("untrained", "plain", "recurrent", "results", "text")]
     if out.exists() and (not out.is_dir() or any(path not in parts for path in out.iterdir())):
         raise ValueError(f"--out {out} exists and holds other things. Use a new folder.")
     for part in parts:

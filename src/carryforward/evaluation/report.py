@@ -32,6 +32,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +224,12 @@ def csv_text(results: list[Result]) -> str:
     return out.getvalue()
 
 
-def save(results: list[Result], folder: str | os.PathLike) -> None:
-    """Write each result as JSON, named by its model and data, and the report on all results in the folder."""
+def save(results: list[Result], folder: str | os.PathLike, measure: str = "word_perplexity") -> None:
+    """Write each result as JSON, named by its model and data, and the report on all results in the folder.
+
+    Args:
+        measure: what the figure of language models shows: "word_perplexity", "token_perplexity" or "bits_per_byte".
+    """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with lock_output(target / _LOCK, target, wait=True):  # several evaluations may share a folder
@@ -233,7 +238,7 @@ def save(results: list[Result], folder: str | os.PathLike) -> None:
             parts = result["model"]["name"], result["data"]["name"], result["data"]["split"]
             name = result_stem(parts, (result["data"], variant(result), [row["overlap"] for row in result["rows"]]))
             write_json(target / f"{name}.json", result)
-        write(load(target), target)
+        write(load(target), target, measure)
 
 
 def flops_table(rows: list[Row]) -> str:
@@ -244,16 +249,16 @@ def flops_table(rows: list[Row]) -> str:
     return markdown_table(head, lines, text_columns=0)
 
 
-def write(results: list[Result], folder: str | os.PathLike) -> None:
-    """Write table.md, results.csv and, if matplotlib is installed, figure.png (perplexity against FLOPs) and
-    borders.png (the loss of masked tokens by distance to a border); each of them atomically."""
+def write(results: list[Result], folder: str | os.PathLike, measure: str = "word_perplexity") -> None:
+    """Write table.md, results.csv and, if matplotlib is installed, figure.png (perplexity, or another measure, against
+    FLOPs) and borders.png (the loss of masked tokens by distance to a border); each of them atomically."""
     texts = {"table.md": markdown(results), "results.csv": csv_text(results)}
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_text(target / name, text)
     figures: dict[str, tuple[str, Callable]] = {
-        "causal-lm": ("figure.png", figure),
+        "causal-lm": ("figure.png", partial(figure, measure=measure)),
         "masked-lm": ("borders.png", border_figure),
     }
     for task, (name, draw) in figures.items():
@@ -262,29 +267,31 @@ def write(results: list[Result], folder: str | os.PathLike) -> None:
                 draw(own, target / name)
 
 
-def figure(results: list[Result], path: str | os.PathLike) -> Any:
-    """Draw word perplexity against FLOPs per token, one line per model and one panel per data set. Needs matplotlib.
+def figure(results: list[Result], path: str | os.PathLike, measure: str = "word_perplexity") -> Any:
+    """Draw a measure against FLOPs per token, one line per model and one panel per data set. Needs matplotlib.
 
     Returns:
         The matplotlib figure, which is saved to `path`.
     """
-    plot = perplexity_figure({title: _lines(models) for title, models in by_data(_of("causal-lm", results)).items()})
+    panels = by_data(_of("causal-lm", results))
+    lines = {title: _lines(models, measure) for title, models in panels.items()}
+    plot = perplexity_figure(lines, measure.replace("_", " "))
     save_figure(plot, path)
     return plot
 
 
-def _lines(models: dict[str, tuple[bool, Series]]) -> list[Line]:
+def _lines(models: dict[str, tuple[bool, Series]], measure: str) -> list[Line]:
     lines = []
     for name, (recurrent, series) in models.items():
-        with_state, without = (_points([rows[i] for _, rows in sorted(series.items())]) for i in (0, 1))
+        with_state, without = (_points([rows[i] for _, rows in sorted(series.items())], measure) for i in (0, 1))
         lines.append(Line(name, recurrent, with_state, without))
     return lines
 
 
-def _points(rows: list[Row | None]) -> list[Point]:
-    """FLOPs, perplexity and label of each row in which both numbers are finite."""
-    finite = [r for r in rows if r and math.isfinite(r["word_perplexity"] or math.inf) and math.isfinite(cost(r))]
-    return [(cost(row), row["word_perplexity"], f"{row['overlap']}{'*' * row['untrained_overlap']}") for row in finite]
+def _points(rows: list[Row | None], measure: str) -> list[Point]:
+    """FLOPs, measure and label of each row in which both numbers are finite."""
+    finite = [r for r in rows if r and math.isfinite(r[measure] or math.inf) and math.isfinite(cost(r))]
+    return [(cost(row), row[measure], f"{row['overlap']}{'*' * row['untrained_overlap']}") for row in finite]
 
 
 def _with_line_ends(row: Row | None) -> Row | None:

@@ -3,6 +3,9 @@
 
 from typing import Any
 
+# What pip installs carryforward from: "." is a clone of the repository. On release this becomes "carryforward", and
+# `python docs/install_commands.py` rewrites the documentation.
+SOURCE = "."
 # The packages of each extra, as pyproject.toml has them. By their names they can be installed however carryforward was:
 # from a checkout, a wheel or an index.
 PACKAGES = {
@@ -23,6 +26,15 @@ def install_hint(extra: str) -> str:
     'pip install "pyarrow>=15"'
     """
     return " ".join(["pip install", *(f'"{package}"' for package in PACKAGES[extra])])
+
+
+def install_command(*extras: str) -> str:
+    """The command that installs carryforward itself, with extras.
+
+    >>> install_command() == f"pip install {SOURCE}", install_command("hub", "ray").endswith('[hub,ray]"')
+    (True, True)
+    """
+    return f'pip install "{SOURCE}[{",".join(extras)}]"' if extras else f"pip install {SOURCE}"
 
 
 def import_pyarrow() -> Any:

@@ -31,10 +31,12 @@ class Line:
     control: list[Point]
 
 
-def perplexity_figure(panels: dict[str, list[Line]]) -> Any:
-    """Return a figure of perplexity against FLOPs, with a panel for each title."""
+def perplexity_figure(panels: dict[str, list[Line]], measure: str = "word perplexity") -> Any:
+    """Return a figure of perplexity, or another measure, against FLOPs, with a panel for each title."""
     figure, all_axes = new_figure(len(panels))
-    labels = [_draw_panel(axes, title, lines) for axes, (title, lines) in zip(all_axes, panels.items(), strict=True)]
+    labels = [
+        _draw_panel(axes, title, lines, measure) for axes, (title, lines) in zip(all_axes, panels.items(), strict=True)
+    ]
     figure.draw_without_rendering()  # fixes the layout, which the placing of labels depends on
     for axes, texts in zip(all_axes, labels, strict=True):
         place_labels(axes, texts)
@@ -84,7 +86,7 @@ _GREYS = ("#6b6b6b", "#979797", "#454545")
 Label = tuple[float, float, str, str]  # x, y, text, colour
 
 
-def _draw_panel(axes: Any, title: str, lines: list[Line]) -> list[Label]:
+def _draw_panel(axes: Any, title: str, lines: list[Line], measure: str) -> list[Label]:
     """Draw the lines of one data set; return the labels of their points, which are the overlaps."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -112,7 +114,7 @@ def _draw_panel(axes: Any, title: str, lines: list[Line]) -> list[Label]:
     axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high] or [low, high]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _format_power(x)))
-    style_axes(axes, title, "FLOPs per token, without the vocabulary projection")
+    style_axes(axes, title, "FLOPs per token, without the vocabulary projection", measure)
     return labels
 
 
