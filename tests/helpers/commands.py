@@ -11,6 +11,9 @@ from typing import NamedTuple
 from carryforward.cli.errors import UNFORESEEN
 from carryforward.cli.main import main
 
+# The interface of processes that talk to each other: not that of the host's name, which must be looked up.
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
 
 class Result(NamedTuple):
     """The exit code and output of a command."""
@@ -46,6 +49,26 @@ def fail(*arguments, code):
     assert result.code == code, result
     assert result.out == ""
     return " ".join(result.err.replace("│", " ").split())
+
+
+def accelerate(*arguments, cache, seconds):
+    """Run `accelerate launch` on CPUs. Once the time is over, it ends with the processes that it has started: killed
+    alone, it would leave them, and they hold the pipes."""
+    # Below the ports that a system gives away: accelerate looks for a free one, which others may take before it does.
+    port = 20_000 + os.getpid() % 10_000
+    environment = {
+        **os.environ, "CARRYFORWARD_CACHE": str(cache), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK,
+    }  # fmt: skip
+    launch = ["-m", "accelerate.commands.launch", "--main_process_port", port, *arguments]
+    with subprocess.Popen(
+        [sys.executable, *map(str, launch)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            output = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output = process.communicate()
+    return Result(process.returncode, *output)
 
 
 def into_a_closed_pipe(*arguments):

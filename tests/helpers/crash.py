@@ -187,30 +187,32 @@ class Child:
     """A job in a forked process."""
 
     def __init__(self, job: Callable[[], object], operations: Operations | None = None):
-        self._output, output = os.pipe()
-        self._log = os.memfd_create("log")
+        # in memory: a pipe must be read while it is written, and stays open as long as any process of the job
+        self._output, self._log = os.memfd_create("output"), os.memfd_create("log")
         self.pid = os.fork()
         if not self.pid:
             signal.alarm(_LIMIT)
             gc.freeze()  # collections would look at all that was there before
-            _redirect(output)
+            _redirect(self._output)
             code = _run(job, operations)
             if operations is not None:
                 operations.end()
                 os.write(self._log, json.dumps(operations.log).encode())
             os._exit(code)
-        os.close(output)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> Result:
-        with os.fdopen(self._output, errors="replace") as pipe:
-            output = pipe.read()
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        os.lseek(self._log, 0, os.SEEK_SET)
-        with os.fdopen(self._log) as file:
-            return Result(code, output, json.loads(file.read() or "[]"))
+        return Result(code, _content(self._output), json.loads(_content(self._log) or "[]"))
+
+
+def _content(number: int) -> str:
+    """The content of a file descriptor, which is closed."""
+    os.lseek(number, 0, os.SEEK_SET)
+    with os.fdopen(number, errors="replace") as file:
+        return file.read()
 
 
 def run(job: Callable[[], object], operations: Operations | None = None) -> Result:

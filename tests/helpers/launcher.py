@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import distributed
 
 from . import crash
+from .commands import LOOPBACK
 
 
 def launch(
@@ -25,6 +26,7 @@ def launch(
         environment = {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count,
             "MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
         }  # fmt: skip
 
         def work() -> None:
