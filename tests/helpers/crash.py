@@ -10,10 +10,12 @@ import gc
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,32 +189,43 @@ class Child:
     """A job in a forked process."""
 
     def __init__(self, job: Callable[[], object], operations: Operations | None = None):
-        # in memory: a pipe must be read while it is written, and stays open as long as any process of the job
-        self._output, self._log = os.memfd_create("output"), os.memfd_create("log")
+        self._output, output = os.pipe()
+        os.set_blocking(self._output, False)
+        self._printed = b""
+        self._log = os.memfd_create("log")
         self.pid = os.fork()
         if not self.pid:
             signal.alarm(_LIMIT)
             gc.freeze()  # collections would look at all that was there before
-            _redirect(self._output)
+            _redirect(output)
             code = _run(job, operations)
             if operations is not None:
                 operations.end()
                 os.write(self._log, json.dumps(operations.log).encode())
             os._exit(code)
+        os.close(output)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
+    def read(self) -> None:
+        """Read what was printed so far: a job that prints more than a pipe holds would wait."""
+        with suppress(BlockingIOError):
+            while piece := os.read(self._output, 1 << 16):
+                self._printed += piece
+
     def wait(self) -> Result:
+        """Wait for the end of the process, not of its output: processes that it has started may hold the pipe."""
+        ended = os.pidfd_open(self.pid)
+        while ended not in select.select([self._output, ended], [], [])[0]:
+            self.read()
+        self.read()
+        os.close(ended)
+        os.close(self._output)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return Result(code, _content(self._output), json.loads(_content(self._log) or "[]"))
-
-
-def _content(number: int) -> str:
-    """The content of a file descriptor, which is closed."""
-    os.lseek(number, 0, os.SEEK_SET)
-    with os.fdopen(number, errors="replace") as file:
-        return file.read()
+        os.lseek(self._log, 0, os.SEEK_SET)
+        with os.fdopen(self._log) as file:
+            return Result(code, self._printed.decode(errors="replace"), json.loads(file.read() or "[]"))
 
 
 def run(job: Callable[[], object], operations: Operations | None = None) -> Result:
