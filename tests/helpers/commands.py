@@ -75,7 +75,9 @@ def into_a_closed_pipe(*arguments):
     """Run a command whose reader has closed the pipe: it must end without a message."""
     read, written = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "carryforward", *map(str, arguments)]
+    # without torchao, which transformers imports where it is installed, and which may print messages of its own
+    code = "import sys; sys.modules['torchao'] = None; from carryforward.cli.main import main; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, timeout=100)
     os.close(written)
     assert (done.returncode, done.stderr) == (1, "")
