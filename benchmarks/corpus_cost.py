@@ -115,6 +115,8 @@ def section(measured: Measured) -> str:
     head = ["", "GPUs", "tokenising", "reading", "GPU", "gradients", "disk", "hours in all", "GPU-hours", "limit"]
     tokens = TEXT * measured.tokens_per_byte
     one, eight = MACHINES
+    embedding = hours("embed", one, measured)
+    as_long = embedding["GPU"] / embedding["reading"]
     return f"""Hours, worked out from measurements, not measured as a whole:
 
 {markdown_table(head, lines)}
@@ -131,8 +133,10 @@ Assumed, not measured:
   ({4 * 768 / 1e3:.0f} kB a document) are not counted.
 * Eight GPUs are eight times as fast as one. Gradients of {PARAMETERS / 1e6:.0f} million parameters in float32 pass over
   links of {one.link / 1e9:.0f} GB/s after every step of {STEP_TOKENS:,} tokens a GPU, and do not overlap with it.
-* Nothing else overlaps either. `embed` tokenises a chunk before the GPU reads it, and each of its processes reads the
-  whole input; `evaluate` and `train` tokenise the corpus first, and later calls find it in the cache."""
+* Nothing else overlaps either. `embed` tokenises a group of documents before the GPU reads it; `evaluate` and `train`
+  tokenise the corpus first, and later calls find it in the cache.
+* Each process of `embed` reads and parses the whole input. With {as_long:,.0f} GPUs this would take as long as the
+  GPUs' work."""
 
 
 def main() -> None:

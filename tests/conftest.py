@@ -14,6 +14,7 @@ import transformers
 from helpers import tiny
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where tests run in the background
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one by nohup
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -2,14 +2,11 @@
 """The config files for `accelerate launch` work: those that can run without GPUs train, and the others are read."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
-from helpers import fsdp_on_cpu, prose
+from helpers import commands, fsdp_on_cpu, prose
 from helpers.training_runs import TRAIN
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "accelerate"
@@ -27,36 +24,43 @@ def home(tmp_path_factory):
     return folder
 
 
-def train(home, launcher, name, batch):
-    """Train in a launch; the validations of the run."""
+def arguments(home, name, batch):
+    """Those of a training."""
     run = ["--model", home / "model", "--data", home / "texts", *TRAIN, "--batch-size", batch, "--device", "cpu"]
-    environment = {**os.environ, "CARRYFORWARD_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *map(str, [*launcher, "train", *run, *FAST, "--out", home / name])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("word perplexity") == 1, "only the first process prints"
+    return ["train", *run, *FAST, "--out", home / name]
+
+
+def losses(home, name, done):
+    """The validations of a run that has ended well."""
+    assert done.code == 0, done.err[-3000:]
+    assert done.out.count("word perplexity") == 1, "only the first process prints"
     return [entry["eval_loss"] for entry in json.loads((home / name / "run.json").read_text())["history"]]
 
 
-def accelerate(config, *more):
-    return ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / config, *more]
+def launch(home, name, config, *more):
+    """The validations of a training in two processes."""
+    launcher = ["--config_file", CONFIGS / config, *more]
+    done = commands.accelerate(*launcher, *arguments(home, name, batch=1), cache=home / "cache", seconds=400)
+    return losses(home, name, done)
 
 
 @pytest.fixture(scope="module")
 def alone(home):
-    return train(home, ["-m", "carryforward"], "alone", batch=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CARRYFORWARD_CACHE", str(home / "cache"))
+        return losses(home, "alone", commands.run(*arguments(home, "alone", batch=2)))
 
 
 @pytest.mark.slow
 def test_two_processes_on_cpus_equal_one(home, alone):
-    launched = train(home, accelerate("ddp-cpu.yaml", "-m", "carryforward"), "ddp", batch=1)
+    launched = launch(home, "ddp", "ddp-cpu.yaml", "-m", "carryforward")
     assert launched == pytest.approx(alone, rel=1e-5)
     assert launched[0] > 1.01 * launched[-1]
 
 
 @pytest.mark.slow
 def test_sharded_weights_in_two_processes_equal_one(home, alone):
-    launched = train(home, accelerate("fsdp2-gpus.yaml", "--num_processes", 2, fsdp_on_cpu.__file__), "fsdp", batch=1)
+    launched = launch(home, "fsdp", "fsdp2-gpus.yaml", "--num_processes", 2, fsdp_on_cpu.__file__)
     assert launched == pytest.approx(alone, rel=1e-5)
 
 

@@ -105,3 +105,10 @@ def test_one_process_that_fails_ends_all(tmp_path):
     assert "only here" in results[1].output
     assert "only here" not in results[0].output
     assert crash.run(job).code == 0, "alone"
+
+
+def test_without_a_rank_there_is_no_launcher(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a scheduler's script may export it
+    monkeypatch.delenv("RANK", raising=False)
+    with launched() as processes:
+        assert processes.count == 1

@@ -11,6 +11,9 @@ from typing import NamedTuple
 from carryforward.cli.errors import UNFORESEEN
 from carryforward.cli.main import main
 
+# The interface of processes that talk to each other: not that of the host's name, which must be looked up.
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
 
 class Result(NamedTuple):
     """The exit code and output of a command."""
@@ -48,11 +51,33 @@ def fail(*arguments, code):
     return " ".join(result.err.replace("│", " ").split())
 
 
+def accelerate(*arguments, cache, seconds):
+    """Run `accelerate launch` on CPUs. Once the time is over, it ends with the processes that it has started: killed
+    alone, it would leave them, and they hold the pipes."""
+    # Below the ports that a system gives away: accelerate looks for a free one, which others may take before it does.
+    port = 20_000 + os.getpid() % 10_000
+    environment = {
+        **os.environ, "CARRYFORWARD_CACHE": str(cache), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK,
+    }  # fmt: skip
+    launch = ["-m", "accelerate.commands.launch", "--main_process_port", port, *arguments]
+    with subprocess.Popen(
+        [sys.executable, *map(str, launch)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            output = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output = process.communicate()
+    return Result(process.returncode, *output)
+
+
 def into_a_closed_pipe(*arguments):
     """Run a command whose reader has closed the pipe: it must end without a message."""
     read, written = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "carryforward", *map(str, arguments)]
+    # without torchao, which transformers imports where it is installed, and which may print messages of its own
+    code = "import sys; sys.modules['torchao'] = None; from carryforward.cli.main import main; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, timeout=100)
     os.close(written)
     assert (done.returncode, done.stderr) == (1, "")

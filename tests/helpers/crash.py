@@ -10,10 +10,12 @@ import gc
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,6 +190,8 @@ class Child:
 
     def __init__(self, job: Callable[[], object], operations: Operations | None = None):
         self._output, output = os.pipe()
+        os.set_blocking(self._output, False)
+        self._printed = b""
         self._log = os.memfd_create("log")
         self.pid = os.fork()
         if not self.pid:
@@ -204,13 +208,24 @@ class Child:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
+    def read(self) -> None:
+        """Read what was printed so far: a job that prints more than a pipe holds would wait."""
+        with suppress(BlockingIOError):
+            while piece := os.read(self._output, 1 << 16):
+                self._printed += piece
+
     def wait(self) -> Result:
-        with os.fdopen(self._output, errors="replace") as pipe:
-            output = pipe.read()
+        """Wait for the end of the process, not of its output: processes that it has started may hold the pipe."""
+        ended = os.pidfd_open(self.pid)
+        while ended not in select.select([self._output, ended], [], [])[0]:
+            self.read()
+        self.read()
+        os.close(ended)
+        os.close(self._output)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         os.lseek(self._log, 0, os.SEEK_SET)
         with os.fdopen(self._log) as file:
-            return Result(code, output, json.loads(file.read() or "[]"))
+            return Result(code, self._printed.decode(errors="replace"), json.loads(file.read() or "[]"))
 
 
 def run(job: Callable[[], object], operations: Operations | None = None) -> Result:

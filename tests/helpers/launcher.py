@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import distributed
 
 from . import crash
+from .commands import LOOPBACK
 
 
 def launch(
@@ -25,6 +26,7 @@ def launch(
         environment = {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count,
             "MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
         }  # fmt: skip
 
         def work() -> None:
@@ -34,23 +36,24 @@ def launch(
         return crash.Child(work, (operations or {}).get(rank))
 
     children = [start(rank) for rank in range(count)]
-    _end_together([child.pid for child in children])
+    _end_together(children)
     return [child.wait() for child in children]
 
 
-def _end_together(pids: list[int]) -> None:
+def _end_together(children: list[crash.Child]) -> None:
     """Wait until all have ended; once one has failed, ask the others to end. They stay to be waited for."""
-    running, asked = set(pids), False
+    running, asked = set(children), False
     while running:
-        for pid in [*running]:
-            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        for child in [*running]:
+            child.read()
+            status = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is None:
                 continue
-            running.discard(pid)
+            running.discard(child)
             failed = status.si_code != os.CLD_EXITED or status.si_status
             if failed and not asked:
                 asked = True
                 time.sleep(0.1)  # torchrun looks ten times a second
                 for other in running:
-                    os.kill(other, signal.SIGTERM)
+                    os.kill(other.pid, signal.SIGTERM)
         time.sleep(0.02)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from .commands import LOOPBACK
+
 LIMIT = 120  # seconds after which a process that has not ended prints its stack and exits
 
 
@@ -30,8 +32,7 @@ def run(work: Callable, folder: Path, *arguments) -> list:
 def _enter(rank: int, work: Callable, folder: str, *arguments) -> None:
     faulthandler.register(signal.SIGALRM, chain=True)  # `dump_traceback_later` waits for a thread that is not forked
     signal.alarm(LIMIT)
-    # Not the interface that the host's name stands for, which must be looked up.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     gc.freeze()  # collections would look at all that was there before
     torch.set_num_threads(1)
     # A file, not a port, which another test may be using.

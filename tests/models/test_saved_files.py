@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is saved beside a model's weights: the loader for `trust_remote_code`, and the model card."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers as hf
 import yaml
 from helpers import prose, tiny
 from helpers.commands import fail, succeed
+from huggingface_hub.errors import EntryNotFoundError
 
 import carryforward as cf
 from carryforward.models.loading import load_causal
@@ -149,6 +153,65 @@ def test_a_card_of_the_user_s_own_is_left_alone(tmp_path):
     model.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "README.md").read_text() == "# Mine"
     assert (tmp_path / "saved" / "modeling_carryforward.py").exists()
+
+
+class Hub:
+    """A repository that takes uploads, as far as transformers uses the Hub. Attribute `files`: its content."""
+
+    def __init__(self, monkeypatch, folder, **files):
+        self.files, self._folder = files, folder
+        monkeypatch.setattr(hf.utils.hub, "hf_api", lambda: self)
+        monkeypatch.setattr(hf.modeling_utils, "hf_api", lambda: self)
+        monkeypatch.setattr(huggingface_hub, "file_exists", lambda repo, name, token: name in self.files)
+        monkeypatch.setattr(huggingface_hub.repocard, "hf_hub_download", self._download)
+
+    def create_repo(self, name, **options):
+        return types.SimpleNamespace(repo_id=f"org/{name}")
+
+    def create_commit(self, *, operations, **options):
+        self.files |= {one.path_in_repo: Path(one.path_or_fileobj).read_bytes() for one in operations}
+
+    def _download(self, repo, name, **options):
+        if name not in self.files:
+            raise EntryNotFoundError(name)
+        (self._folder / name).write_bytes(self.files[name])
+        return self._folder / name
+
+
+UPLOADS = {
+    "push_to_hub": lambda model, folder: model.push_to_hub("my-model", tags=["long"]),
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder / "my-model", push_to_hub=True),
+}
+
+
+@pytest.mark.parametrize("how", UPLOADS)
+def test_the_card_and_the_loader_are_uploaded(how, tmp_path, monkeypatch):
+    model, hub = tiny.recurrent("gpt2"), Hub(monkeypatch, tmp_path)
+    model.model_tags = ["long"]
+    for windows in (8, 6):
+        model.config.recurrence = dataclasses.replace(model.config.recurrence, window=windows)
+        UPLOADS[how](model, tmp_path)
+        (tmp_path / "README.md").write_bytes(hub.files["README.md"])
+        metadata, text = card_of(tmp_path)
+        assert metadata["tags"] == ["carryforward", "long"]
+        assert 'from_pretrained("org/my-model")' in text
+        assert f"{windows} tokens" in text, "written anew"
+        assert {"modeling_carryforward.py", "config.json", "model.safetensors"} <= hub.files.keys()
+
+
+@pytest.mark.parametrize("how", UPLOADS)
+def test_a_repository_s_own_card_stays(how, tmp_path, monkeypatch):
+    """With the tags that transformers adds. The user's card in the folder stays, too."""
+    hub = Hub(monkeypatch, tmp_path, **{"README.md": b"# Theirs"})
+    model = tiny.recurrent("gpt2")
+    model.model_tags = ["long"]
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "README.md").write_text("# Mine")
+    UPLOADS[how](model, tmp_path)
+    assert hub.files["README.md"].decode().endswith("# Theirs")
+    assert b"long" in hub.files["README.md"]
+    assert b"carryforward" not in hub.files["README.md"]
+    assert (tmp_path / "my-model" / "README.md").read_text() == "# Mine"
 
 
 def test_a_run_s_card_says_what_was_measured(tmp_path):

@@ -47,3 +47,8 @@ def test_what_each_number_of_gpus_changes(cost, measured):
     slower = dataclasses.replace(measured, tokenise=1e3)
     assert "tokenising (" in cost.section(slower)
     assert "tokenising (" not in cost.section(measured)
+
+
+def test_the_page_says_when_reading_takes_as_long_as_the_gpus(cost, measured):
+    """100 GB at 100 MB/s are 1,000 s; 25 billion tokens at 100,000 a second are 250,000 s of one GPU."""
+    assert "With 250 GPUs" in cost.section(measured)

@@ -2,14 +2,13 @@
 """Training with FSDP through accelerate, in two CPU processes: saved, stopped, resumed, and equal to one process."""
 
 import os
-import subprocess
-import sys
 import types
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from helpers import fsdp_on_cpu, prose, ranks, tiny
+from helpers.commands import accelerate
 from helpers.trainers import DROPOUT, SGD, Watch, assert_identical, trainer, weights
 from helpers.training_runs import TRAIN
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -117,16 +116,13 @@ def test_accelerate_launch_trains_and_saves_a_whole_model(tmp_path):
     prose.save_model(tmp_path / "model")
     prose.save_topics(tmp_path / "texts")
     launch = [
-        "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2",
-        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
-        fsdp_on_cpu.__file__,
+        "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+        "--dynamo_backend", "no", fsdp_on_cpu.__file__,
     ]  # fmt: skip
     train = ["train", "--model", tmp_path / "model", "--data", tmp_path / "texts", *TRAIN, "--out", tmp_path / "run"]
-    environment = {**os.environ, "CARRYFORWARD_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launch, *map(str, train)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert "word perplexity" in done.stdout
+    done = accelerate(*launch, *train, cache=tmp_path / "cache", seconds=180)
+    assert done.code == 0, done.err
+    assert "word perplexity" in done.out
     model = cf.RecurrentForCausalLM.from_pretrained(tmp_path / "run")
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 

@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from ..distributed.processes import launched
 from ..settings.base import ADVANCED
 from ..settings.commands import AS_TRAINED, MAX_ANSWER_TOKENS, NO_STATE, AnswerSettings, QuestionSettings
 from ..settings.recurrence import OVERLAP
+from ..utils.console import is_first_process
 from .errors import user_errors
 from .options import (
     Command,
@@ -51,12 +51,12 @@ def train(
     as_json: TrainingJson = False,
 ) -> None:
     """Fine-tune an encoder to answer questions, with recurrence, or without it as a baseline."""
-    with user_errors(out):
+    with user_errors(out), launched():
         from ..qa import train as job
         from ..training.lifecycle import uses_cpu
 
         record = job.train(settings, out, report_to=report_to, use_cpu=uses_cpu(device))
-        if int(os.environ.get("RANK", "0")) == 0:
+        if is_first_process():
             best = record.get("best_f1")
             validation = "" if best is None else f", validation F1 {best:.2f}"
             typer.echo(json.dumps(record) if as_json else f"{out}: {record['questions']:,} questions{validation}")

@@ -161,7 +161,7 @@ def launched() -> Iterator[Processes]:
     `OtherProcessFailed`.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
+    if count == 1 or "RANK" not in os.environ:  # a launcher sets both
         yield ALONE
         return
     processes = Processes(_connect(), int(os.environ["RANK"]), count)

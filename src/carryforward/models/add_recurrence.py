@@ -111,8 +111,9 @@ def add_recurrence(
         an ordinary `PreTrainedModel` with the same head.
 
     Example:
-        >>> model = add_recurrence(AutoModelForCausalLM.from_pretrained("gpt2"), window=300)  # doctest: +SKIP
-        >>> model = add_recurrence("gpt2", window=300)  # with its tokenizer  # doctest: +SKIP
+        >>> model = add_recurrence("bundled", window=300, memory="vector")  # by name: with its tokenizer
+        >>> model.config.recurrence.window
+        300
     """
     if isinstance(model, str | Path):
         model, tokenizer = load_base(str(model), head=head, tokenizer=tokenizer, dtype=dtype, revision=revision)

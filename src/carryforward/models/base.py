@@ -360,11 +360,19 @@ class RecurrentPreTrainedModel(WindowRunner):
                 self.config.auto_map = model_card.auto_map(self)
                 model_card.write_files(self, temporary, Path(save_directory))
             super().save_pretrained(temporary, **kwargs)
+            if not model_card.is_ours(Path(save_directory) / model_card.CARD):
+                (temporary / model_card.CARD).unlink(missing_ok=True)  # the repository's
 
     def _get_files_timestamps(self, working_dir: Any) -> dict[str, float]:
         """Files that need not be uploaded unless they change: the loader, which is written first, is not among them."""
         timestamps = super()._get_files_timestamps(working_dir)  # type: ignore[misc]
         return {name: time for name, time in timestamps.items() if name != model_card.LOADER}
+
+    def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        """Upload a folder to the Hub, with our model card in place of the one that transformers generates."""
+        if not has_own_adapters(self):
+            model_card.write_card_for_hub(self, Path(working_dir) / model_card.CARD, repo_id, kwargs.get("token"))
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:

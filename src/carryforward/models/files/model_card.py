@@ -6,8 +6,11 @@ The card says what the config and the record of a training run say, and nothing 
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
 
 from ...utils.markdown import escape_markdown, markdown_table
 
@@ -53,17 +56,32 @@ def write_files(
         (folder / CARD).unlink(missing_ok=True)
 
 
+def write_card_for_hub(model: "RecurrentPreTrainedModel", card: Path, repository: str, token: Any) -> None:
+    """Write the model card that is uploaded over the one that transformers has made: the repository's, with the tags of
+    this upload, or a generated one if it has none. A card that somebody has made their own is left alone."""
+    if is_ours(card) or not huggingface_hub.file_exists(repository, CARD, token=token):
+        tags = huggingface_hub.ModelCard.load(card).data.tags if card.exists() else None
+        card.write_text(model_card(model, repository, tags=tags or ()), encoding="utf-8")
+
+
 def is_ours(card: Path) -> bool:
     """Whether a card may be written: there is none, or one that nobody has made their own."""
     return not card.exists() or _MARK in card.read_text(encoding="utf-8", errors="replace")
 
 
-def model_card(model: "RecurrentPreTrainedModel", name: str, run: dict[str, Any] | None = None) -> str:
-    """A model card, in Markdown with YAML in front."""
+def model_card(
+    model: "RecurrentPreTrainedModel", name: str, run: dict[str, Any] | None = None, tags: Sequence[str] = ()
+) -> str:
+    """A model card, in Markdown with YAML in front.
+
+    Args:
+        tags: besides that of carryforward.
+    """
     recurrence, base = model.config.recurrence, model.config.base_config
     task, call = _PIPELINES[model.auto_class]
     known = _hub_name(base._name_or_path)
     metadata = ["library_name: transformers", f"pipeline_tag: {task}", *([f"base_model: {known}"] if known else [])]
+    metadata += ["tags:", *(f"- {tag}" for tag in dict.fromkeys(("carryforward", *tags)))]
     facts = {
         "base model": f"{f'`{known}`, ' * bool(known)}{type(model.base).__name__} of {base.num_hidden_layers} layers",
         "windows": f"{recurrence.window} tokens" + f", {recurrence.overlap} shared" * bool(recurrence.overlap),
@@ -73,8 +91,6 @@ def model_card(model: "RecurrentPreTrainedModel", name: str, run: dict[str, Any]
     }
     return f"""---
 {chr(10).join(metadata)}
-tags:
-- carryforward
 ---
 {_MARK}
 
