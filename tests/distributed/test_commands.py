@@ -64,7 +64,7 @@ class Command:
         def work():
             cache._work = lambda _: main([str(argument) for argument in arguments])
             cache.arguments = list
-            report.perplexity_figure = lambda panels: jobs.plotting.new_figure(1)[0]
+            report.perplexity_figure = lambda *_: jobs.plotting.new_figure(1)[0]
             document_groups.CHARACTERS_PER_GROUP = dict.fromkeys(document_groups.CHARACTERS_PER_GROUP, 300)
             cache()
 

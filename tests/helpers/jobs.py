@@ -93,7 +93,7 @@ class Job:
         """Run the command, in a process of its own: this changes settings of the process."""
         os.environ |= {"CARRYFORWARD_CACHE": str(self.folder / "cache"), "CARRYFORWARD_COMMIT": "0"}
         document_groups.DOCUMENTS_PER_GROUP = 2
-        report.perplexity_figure = lambda panels: plotting.new_figure(1)[0]  # a file is written, whatever it shows
+        report.perplexity_figure = lambda *_: plotting.new_figure(1)[0]  # a file is written, whatever it shows
         self._work([*self.arguments(), *more])
 
     def arguments(self) -> list:
