@@ -46,7 +46,7 @@ def test_the_conclusion_says_what_the_table_does():
         rows = [dict(zip(keys, row, strict=True)) for row in rows]
         for row in rows:
             row |= {"flops": {"base": row.pop("base"), "recurrence": 0.0}, "token_perplexity": None}
-        return {"model": {"recurrent": recurrent}, "rows": rows}
+        return {"model": {"recurrent": recurrent, "window": 64}, "rows": rows}
 
     plain = result(False, (0, True, 2.0, 10.0), (10, True, 1.9, 12.0), (30, True, 1.7, 20.0))
     carried = result(True, (0, False, 2.1, 10.0), (0, True, 1.8, 10.0))

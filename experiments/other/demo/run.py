@@ -86,13 +86,14 @@ def page(results: Results) -> list[str]:
     seed, first = next(iter(results.items()))
     about: dict[str, Any] = first[0]
     hardware, versions, data = about["hardware"], about["versions"], about["data"]
+    window = about["model"]["window"]
     return [
         f"""# The demo, with several seeds
 
 What `carryforward demo` shows after training: the test split of `python-docs` ({data["documents"]} documents, the first
-{data["max_tokens"]:,} tokens of each), windows of 64, bits per byte at overlap 0. The learning rate was chosen for the
-plain model and for another memory, on the validation split; that of keys and values was not searched, and the memory is
-the recommended one with its defaults. The test split was scored with the final settings only.
+{data["max_tokens"]:,} tokens of each), windows of {window}, bits per byte at overlap 0. The learning rate was chosen
+for the plain model and for another memory, on the validation split; that of keys and values was not searched, and the
+memory is the recommended one with its defaults. The test split was scored with the final settings only.
 
 {seed_table(results)}
 

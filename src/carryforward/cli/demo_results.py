@@ -85,9 +85,9 @@ def conclusion(results: Sequence[dict[str, Any]]) -> str:
     beaten = [row for name, row in rows if name == "plain" and row["bits_per_byte"] > bits["recurrent"]]
     text = f"Carried keys and values change bits per byte by {change:+.1f} %."
     if beaten:
-        last = max(beaten, key=lambda row: row["overlap"])
+        last, window = max(beaten, key=lambda row: row["overlap"]), results[0]["model"]["window"]
         text += (
-            f" That is better than the plain model with an overlap of {last['overlap']} of 64 tokens, for "
+            f" That is better than the plain model with an overlap of {last['overlap']} of {window} tokens, for "
             f"{flops / cost(last):.2f} of its FLOPs."
         )
     return text
